@@ -1,10 +1,9 @@
 """Time-Correlated Sparsification (TCS) for communication-efficient federated learning.
 
-This module contains the paper's whole method. It needs only torch and numpy. The paper is
-E. Ozfatura, K. Ozfatura and D. Gunduz, "Time-Correlated Sparsification for
-Communication-Efficient Federated Learning". In this file, "Alg.", "Eq." and "Sec." refer to the
-paper, and "line" to a line of Alg. 2, except in section 7, where `LocalTrainer` does Alg. 1.
-"Norm" means a layer with running statistics, such as batch norm.
+This module contains the paper's whole method. It needs only torch and numpy. The paper is E.
+Ozfatura, K. Ozfatura and D. Gunduz, "Time-Correlated Sparsification for Communication-Efficient
+Federated Learning". In this file, "Alg.", "Eq." and "Sec." refer to the paper, and "line" alone
+means a line of Alg. 2. "Norm" means a layer with running statistics, such as batch norm.
 
     theta_D -> local training -> delta_D -> (+ errors_D) -> masks -> values -> Message
             -> server: average -> update_D -> theta_D
@@ -41,35 +40,36 @@ Symbols (a suffix of a name, such as _D or _NS, gives the dimensions of a tensor
 
 Differences from the paper
      1. Bits are counted in two ways: by the paper's formula, and as the length of a code that can
-        be decoded. This length is reported with and without the dense warm-up, which the paper
-        leaves out, and for the downlink as well.
+        be decoded. This length is also counted for the downlink and for the rounds of the dense
+        warm-up. The paper leaves out the warm-up.
      2. S_top keeps exactly K entries; of equal magnitudes the lower index wins. (The paper keeps
         every entry that ties with the K-th.)
-     3. The first sparse round takes its mask from the last dense update, that of the warm-up. A run
-        without a warm-up begins with one dense round.
+     3. In the rounds of a dense warm-up every entry is sent. The first sparse round takes its mask
+        from the last dense update. Without a warm-up, TCS begins with one dense round, unless the
+        scheme's `dense_warmup` is False.
      4. Error accumulation keeps the quantization error, too, so that sent + errors == intended.
         Without quantization this holds exactly in float32. With quantization it holds exactly if
-        sigma >= 1/2: then a value and the mean of its interval differ by a factor of at most 2, and
-        the difference of two float32 numbers that close is exact (Sterbenz's lemma). For smaller
-        sigma it holds up to one rounding of the subtraction. Errors are in units of the
-        model difference, as in the paper's text. In the authors' published code they are in units
-        of gradients; error_unit "gradient" selects this. With global momentum clients send sums of
-        gradients, and errors are in units of these.
+        sigma (see 7) is at least 1/2, by Sterbenz's lemma. For smaller sigma it holds up to one
+        rounding of the subtraction. Errors are in units of the model difference, as in the paper's
+        text. In the authors' published code they are in units of gradients; error_unit "gradient"
+        selects this. With global momentum clients send sums of gradients, and errors are in units
+        of these.
      5. Global momentum follows the paper's text, w <- beta w + g, theta <- theta - eta w. (The
         algorithm box puts beta on the wrong term, and the text has a plus before eta.) A round ends
         with the server's step, at this round's learning rate. In the paper's algorithm boxes, the
         next round begins with this step.
      6. The paper writes phi^max with ">=" in its condition for layer-wise fairness. We read it as
-        phi^min, the least fraction of every layer. A layer is one parameter tensor. The mask always
-        has K entries: if the layers' minimum numbers add up to more than K, only the K largest of
-        their entries are kept.
-     7. The intervals of fractional quantization are (sigma^p u_max, sigma^(p-1) u_max], and the
-        last includes u_min, the smallest magnitude that is NOT ZERO. Zeros get the last interval's
-        code and are left out of its mean. All values of a message, on the shared mask and on the
-        client's own mask, are quantized together.
-     8. In the paper, a block of the position code has 1/phi entries. There, a position takes
-        ceil(log2(1/phi)) bits, and up to one of them is wasted. Here the number of entries is a
-        power of two near 1/phi, namely the one that makes the code shortest.
+        phi^min, the smallest fraction that is kept of each layer. A layer is one parameter tensor.
+        The mask always has K entries: if the layers' minimum numbers add up to more than K, only
+        the K largest of their entries are kept.
+     7. The P intervals of fractional quantization are (sigma^p u_max, sigma^(p-1) u_max] with sigma
+        = (u_min / u_max)^(1/P). The last one includes u_min, the smallest magnitude that is NOT
+        ZERO. Zeros get the last interval's code and are left out of its mean. All values of a
+        message, on the shared mask and on the client's own mask, are quantized together.
+     8. The position code divides the D entries into blocks. In the paper, a block has 1/phi
+        entries. There, a position takes ceil(log2(1/phi)) bits, and up to one of them is wasted.
+        Here the number of entries is a power of two near 1/phi, namely the one that makes the code
+        shortest.
      9. Batch norm's running statistics never influence training. After a round the module has the
         clients' average. (The authors evaluate with the test batch's statistics.)
     10. Weight decay is part of every local gradient.
@@ -145,9 +145,9 @@ class Scheme:
     `Scheme.named("TCS-L4-Q5")`, or from its fields.
 
     `phi_global` and `phi_local` are None if the scheme has no such mask: top-K has only the
-    clients' own masks, and rand-K has only a shared one. If `phi_down` is None, the server sends
-    the average of all entries that any client sent. Raises ValueError, which names the field, its
-    value and what is allowed.
+    clients' own masks, and rand-K has only a shared one. `phi_down` is the fraction of entries that
+    the server sends outside the shared mask. If it is None, the server sends the average of all
+    entries that any client sent. Raises ValueError for a field that is not allowed.
     """
 
     name: str
@@ -213,8 +213,8 @@ class Scheme:
 
     @cached_property
     def intervals(self) -> int:
-        """The number of the quantizer's intervals, P = 2^(q-1), since one of the q bits is the
-        sign. 0 means that values are not quantized."""
+        """The number of the quantizer's intervals: P = 2^(q-1) for values of q bits, one of which
+        is the sign. 0 means that values are not quantized."""
         return _intervals(self.value_bits)
 
     @cached_property
@@ -345,9 +345,10 @@ class Suffix(NamedTuple):
     `form` is the suffix as error messages write it, and `says` describes it in a few words.
     `pattern` is a regular expression, in lower case and without the dash. If it has a group, the
     group matches a number. `change(fields, number)` returns the fields of Scheme that the suffix
-    sets. `needs` lists what the scheme must have: masks of the clients' own ("own"), a "shared"
-    mask, any "masks", or masks that are chosen by "S_top"; "any scheme" also allows centralized
-    training. A suffix with `last` changes what other suffixes have set, and is applied after them.
+    sets. `needs` lists what the scheme must have: "own" (masks of the clients' own), "shared" (a
+    shared mask), "masks" (any masks) or "S_top" (masks chosen by S_top). "any scheme" also allows
+    centralized training. A suffix with `last` changes what other suffixes have set, and is applied
+    after them.
     """
 
     form: str
@@ -485,8 +486,8 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
                 super().observe(self.average_D)
 
     `fields` are fields of Scheme. A family with the same name is replaced. Raises ValueError for a
-    field that is unknown or not allowed, for a name that the paper uses, and for one that is
-    already understood as a known family with suffixes, such as "TCS-L4".
+    field that is not allowed, for a name that the paper uses, and for a name such as "TCS-L4",
+    which already means a family with suffixes.
     """
     allowed = {field.name for field in dataclasses.fields(Scheme)} - {"name", "rule"}
     unknown = sorted(fields.keys() - allowed)
@@ -577,8 +578,7 @@ def top_k_positions(vector_D: Tensor, k: int, excluded: Tensor | None = None) ->
 
     Of equal magnitudes, the entry with the lower index is chosen. Entries in `excluded`, a (D,)
     mask or positions, are never chosen. Raises ValueError if k is not between 0 and the number of
-    entries that are not excluded, or if an entry that may be chosen is NaN. (With k = 0 nothing is
-    read, so a NaN is not noticed.)
+    entries that are not excluded, or if an entry that may be chosen is NaN.
 
     On a GPU, reading a value on the host means waiting for it. There, values are not checked:
     numbers are assumed to be finite, and a mask is assumed to leave at least k entries.
@@ -590,22 +590,22 @@ def top_k_above(
     floor: float, vector_D: Tensor, k: int, excluded: Tensor | None = None,
     among_K: Tensor | None = None,
 ) -> tuple[Tensor, float]:  # fmt: skip
-    """Return what `top_k_positions` returns, and a floor: a magnitude that makes the next call
-    faster.
+    """Return what `top_k_positions` returns, and a floor, which is a magnitude slightly below the
+    k-th largest. It makes the next call faster.
 
     Give the floor with a similar vector, such as that of the next round. Magnitudes change slowly
-    from round to round. Therefore few entries lie above the floor, which is slightly lower than the
-    last k-th largest magnitude, and S_top is chosen exactly among these. If there are fewer than k
-    of them, half of the floor is tried, and then 0, which includes all entries. Without a floor
-    (0.0), one is estimated from a sample if the vector is long.
+    from round to round. Therefore few entries lie above the floor, and S_top is chosen exactly
+    among these. If there are fewer than k of them, half of the floor is tried, and then 0, which
+    includes all entries. Without a floor (0.0), one is estimated from a sample if the vector is
+    long.
 
     `among_K` (int64, ascending) are positions outside of which the vector is known to be 0. On a
-    CPU, other entries are then not read, unless fewer than k entries at these positions differ from
-    0. Neither the floor nor a correct `among_K` changes the result. Raises ValueError as
-    `top_k_positions` does, and for `among_K` together with `excluded`.
+    CPU, the other entries are then usually not read. Neither the floor nor a correct `among_K`
+    changes the result. Raises ValueError as `top_k_positions` does, and for `among_K` together with
+    `excluded`.
 
     The floor is used only for float32 on a CPU. Otherwise `topk` chooses among all entries, and the
-    floor is returned unchanged: on a GPU the host would wait to learn how many candidates it has.
+    floor is returned unchanged.
     """
     if among_K is not None and excluded is not None:
         raise ValueError("among_K: got one together with excluded, allowed: only one of the two")
@@ -695,9 +695,8 @@ def top_k_of_each(vectors: list[Tensor], k: int, excluded_K: Tensor) -> Tensor:
     ascending.
 
     Each row equals what `top_k_positions` returns for this vector. The vectors are processed
-    together, which takes less time on a GPU: the number of calls hardly grows with N. Then, as
-    there, no value is checked. Copies take up to a gigabyte of memory at a time, and more only if
-    the copy of a single vector does.
+    together, which takes less time on a GPU: the number of calls hardly grows with N. On a GPU no
+    value is checked. As many vectors are copied at a time as fit into a gigabyte, but at least one.
     """
     dimension, device = len(vectors[0]), vectors[0].device
     found, together = [], max(1, _TOGETHER // dimension)
@@ -809,11 +808,12 @@ def layerwise_top_k_positions(
     """Return S_top under layer-wise fairness (Eq. 14, 15): positions int64 (k,), ascending.
 
     From every layer l, which has d_l entries, the ceil(phi_min * d_l) largest are chosen, or all
-    that are not excluded if there are fewer. The rest of k is chosen by magnitude among all other
-    entries. If these numbers add up to more than k, the k largest entries among them are chosen.
+    that are not excluded if there are fewer. The remaining entries, up to k in all, are the largest
+    of the other entries. If the layers' entries are more than k, only the k largest of these are
+    chosen.
 
-    Raises ValueError for sizes or a k that do not fit, or if an entry that may be chosen is NaN,
-    even with k = 0. On a GPU the host waits for these checks.
+    Raises ValueError for sizes or a k that do not fit, or if an entry that may be chosen is NaN. On
+    a GPU the host waits for these checks.
     """
     k, layer_sizes = _number(k), [_number(size) for size in layer_sizes]
     if sum(layer_sizes) != len(vector_D):
@@ -891,9 +891,8 @@ def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
 
     `positions_K` must be int64, 0-based, strictly ascending and below `dimension`. `block` is the
     number of entries per block. Each position takes 1 + width bits: a "1", and its offset inside
-    the block in `width` bits. Each block ends with a "0". Position number i, which lies in block b,
-    comes after i positions and b ends of blocks, so it begins at bit i * (1 + width) + b. Raises
-    ValueError for positions out of range or out of order.
+    the block in `width` bits. Each block ends with a "0". Position number i, in block b, therefore
+    begins at bit i * (1 + width) + b. Raises ValueError for positions out of range or out of order.
     """
     dimension, block = _check_code(dimension, block)
     check_positions(positions_K, dimension)
@@ -974,7 +973,7 @@ def _flag_starts(bits: Tensor, width: int) -> np.ndarray:
 
 
 def scaled_sign(values_K: Tensor) -> Tensor:
-    """Return Q(u) = ||u||_1 / d * sign(u), Eq. 19: (K,) float32.
+    """Return Q(u) = ||u||_1 / K * sign(u), Eq. 19, for K values: (K,) float32.
 
     If no value is 0, this can be sent as one bit per value and one mean. A value of 0 stays 0 here,
     which is a third level that one bit could not represent.
@@ -983,8 +982,8 @@ def scaled_sign(values_K: Tensor) -> Tensor:
 
 
 def interval_edges(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
-    """Return the P - 1 inner edges sigma^p * u_max of one or more values, ascending, in float64,
-    and sigma (Eq. 20, 21)."""
+    """Return the P - 1 inner edges sigma^p * u_max, ascending, in float64, and sigma = (u_min /
+    u_max)^(1/P) (Eq. 20, 21)."""
     magnitudes_K = values_K.abs().double()
     u_max, u_min = magnitudes_K.max(), torch.where(magnitudes_K > 0, magnitudes_K, math.inf).min()
     sigma = torch.where(u_max > 0, u_min / u_max, 1.0) ** (1.0 / intervals)
@@ -999,7 +998,7 @@ def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tenso
     Interval p = 1..P contains magnitudes in (sigma^p u_max, sigma^(p-1) u_max], and the last one
     also the smallest, sigma^P u_max. A value and the mean of its interval differ by a factor of at
     most 1 / sigma, so |Q(u) - u| <= (1 - sigma) / sigma * |u| for every u != 0. A code is p - 1,
-    plus P for a negative value, which takes q = log2(P) + 1 bits. Zeros get the code of the last
+    plus P for a negative value. It takes q = log2(P) + 1 bits. Zeros get the code of the last
     interval with a positive sign, and are left out of its mean. Empty intervals have mean 0.
 
     Raises ValueError if there is no value, if a value is not finite, or if intervals < 1.
@@ -1059,9 +1058,8 @@ def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
     """Return the paper's formula: uplink bits per parameter per local iteration.
 
     This is (q (phi_global + phi_local) + phi_local (log2(1 / phi_local) + 2)) / H. With a
-    `dimension` D, each phi is replaced by K / D for its whole number K, and the 32 P bits of the
-    quantizer's means are counted, too. For centralized training, where nothing is sent, the result
-    is nan.
+    `dimension` D, each phi is replaced by kept(phi, D) / D, and the 32 P bits of the quantizer's
+    means are counted, too. For centralized training, where nothing is sent, the result is nan.
     """
     scheme, dimension = _scheme(scheme), _number(dimension)
     if scheme.centralized:
@@ -1148,9 +1146,9 @@ class Message:
 
         `intended_K` (K,) float32 are the values that are meant to be sent, all of them finite:
         first those on the shared positions, then those on the sender's own `positions` (int64,
-        ascending). With 32 `value_bits` they are sent unchanged. With fewer, the quantizer of this
-        name (a key of QUANTIZERS) turns them into codes and means, and the message's `values` are
-        those that the receiver will compute from these.
+        ascending). With 32 `value_bits` they are sent unchanged. With fewer, `quantizer`, a key of
+        QUANTIZERS, turns them into codes and means. The message's `values` are what the receiver
+        will compute from these.
 
         Raises ValueError if a quantizer other than the paper's returns codes or means that are not
         allowed (see `register_quantizer`).
@@ -1240,8 +1238,7 @@ class Wire:
     """The format of messages in one direction, which sender and receiver must know in advance.
 
     `order` describes how each parameter lies in memory (see `layout_of`). Two participants that
-    flatten their models in different orders have different tags, and refuse each other's messages.
-    If both give (), this is not checked.
+    give different orders refuse each other's messages. If both give (), this is not checked.
     """
 
     value_bits: int
@@ -1278,7 +1275,7 @@ class Wire:
 
 
 def message_bits(message: Message, wire: Wire) -> int:
-    """Return the exact length of the message's code in bits, without the overhead."""
+    """Return the exact length of the message's code in bits, without header and checksum."""
     if message.dense:
         return 32 * wire.dimension
     if wire.code != "block":  # the length is known only after encoding
@@ -1289,7 +1286,7 @@ def message_bits(message: Message, wire: Wire) -> int:
 
 @lru_cache(1024)
 def block_code_bits(value_bits: int, values: int, own: int, dimension: int) -> int:
-    """Return the exact length in bits of a sparse message in code "block", that of `BlockCode`.
+    """Return the exact length in bits of the code that `BlockCode` makes of a sparse message.
 
     It depends only on the bits per value, on the numbers of values and own positions, and on D.
     """
@@ -1465,11 +1462,10 @@ class BlockCode:
     """
 
     def encode(self, message: Message, wire: Wire) -> tuple[bytes, bool]:
-        """Return the message as bytes, and whether the receiver has to read them with `BlockCode`
-        although the wire has another code.
+        """Return the message as bytes, and a flag. A derived class returns True if it has encoded
+        this message as `BlockCode` does.
 
-        This class is `BlockCode`, so the second value is False. The class of another code may
-        encode some messages with `BlockCode`, and returns True for these.
+        This class is `BlockCode`, so the second value is False.
         """
         own, streams = len(message.positions), []
         if message.codes is not None and message.means is not None:
@@ -1583,9 +1579,9 @@ class MaskRule:
     values are restored after a round that fails.
 
     `round` is the number of the round that began last. In that round all masks are `mask_factor`
-    times as large as usual. The factor is 1 except in the warm-up of a scheme with `warmup_masks`.
-    `begin` sets it, and with it the sizes `k_global` and `k_local`, so an override of `begin` has
-    to call `super().begin(theta_D, mask_factor)`.
+    times as large as usual. The factor is always 1 if the scheme's `warmup_masks` is 1, its
+    default. `begin` sets it, and with it the sizes `k_global` and `k_local`, so an override of
+    `begin` has to call `super().begin(theta_D, mask_factor)`.
     """
 
     keeps: tuple[str, ...] = ()
@@ -1632,8 +1628,8 @@ class MaskRule:
         """Return the mask that the server and all clients share in this round, or None if there is
         none yet.
 
-        Here it is an empty mask: nothing is shared. If the result is None, the round is dense; in a
-        scheme without a dense warm-up, nothing is shared instead.
+        Here it is an empty mask: nothing is shared. If the result is None, the round is dense. If
+        the scheme's `dense_warmup` is False, the round has no shared mask instead.
         """
         return torch.empty(0, dtype=torch.int64, device=self.device)
 
@@ -1653,8 +1649,8 @@ class MaskRule:
     def own_mask(self, intended_D: Tensor, shared_D: Tensor, k: int) -> Tensor:
         """Choose a sender's own mask: k entries outside the shared mask `shared_D` (D,).
 
-        Here these are S_top of the remaining entries, line 10. Do not change the two vectors, which
-        are used again afterwards.
+        Here these are S_top of the remaining entries, line 10. Do not change `intended_D` or
+        `shared_D`, which are used again afterwards.
         """
         return self.select(intended_D, k, self.scheme.phi_min_local, shared_D, "own")
 
@@ -1673,9 +1669,9 @@ class MaskRule:
         """Return S_top of a vector outside the mask `excluded_D` (D,), as positions int64 (k,).
 
         If `phi_min` is given, the choice is layer-wise fair. Two things make the call faster. The
-        first is the threshold of the last call with the same `whose`, which is remembered. The
-        second is `among_K`: ascending positions outside of which the vector is 0. It must not be
-        combined with `excluded_D` (see `top_k_above`).
+        first is the floor of the last call with the same `whose`, a name for a kind of vector (see
+        `top_k_above`). The second is `among_K`: ascending positions outside of which the vector is
+        0. It must not be combined with `excluded_D` (see `top_k_above`).
         """
         if k == 0:
             return torch.empty(0, dtype=torch.int64, device=vector_D.device)
@@ -1692,11 +1688,11 @@ class MaskRule:
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError for a state that this rule cannot load.
 
-        The state must have exactly the names in `keeps`. An attribute that is None, a number or a
-        tensor in this rule may be any of these in the state, since its type may change during
-        training. If both are tensors, they need the same dtype and number of dimensions. If the
-        tensor of this rule is a vector (D,), the other one needs the same length. Any other
-        attribute needs the same type. A rule that knows more about its values extends this method.
+        The state must have exactly the names in `keeps`. Where this rule has None, a number or a
+        tensor, the state may have any of the three. If both are tensors, they need the same dtype
+        and number of dimensions. If the tensor of this rule is a vector (D,), the other one needs
+        the same length. Any other attribute needs the same type. A rule that knows more about its
+        values extends this method.
         """
         if not isinstance(state, dict):
             _refuse("state: rule", state, "a dictionary")
@@ -1736,8 +1732,8 @@ def names_to_keep(kept: Any) -> list[str]:
 class Dense(MaskRule):
     """Send every entry (FedAvg).
 
-    With -Q<bits>, values are quantized, and the shared mask is the whole vector. Such a round is
-    not "dense" in the sense of `Known.dense`, which means 32 bits for each value.
+    With -Q<bits>, values are quantized, and the shared mask is the whole vector. Then `Known.dense`
+    is False, because a dense round sends each value in 32 bits.
     """
 
     def shared_mask(self) -> Tensor:
@@ -1826,7 +1822,7 @@ class TCS(MaskRule):
         self.magnitudes_K = magnitudes_K if self.mask_factor != 1 else None
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Check `positions` and `magnitudes_K`, too, in addition to what `MaskRule` checks."""
+        """Raise ValueError for a state that this rule cannot load."""
         super().check_state(state)
         positions_K, magnitudes_K = state["positions"], state["magnitudes_K"]
         if positions_K is None:
@@ -1845,7 +1841,7 @@ class TCS(MaskRule):
 def rule_of(scheme: Scheme) -> type[MaskRule]:
     """Return the class of a scheme's mask rule.
 
-    Raises ValueError if the class for the scheme's `shared_from` has not been imported.
+    Raises ValueError if the scheme's `shared_from` is neither "update" nor a key of SHARED_FROM.
     """
     if scheme.shared_from == "update":
         return RULES[scheme.rule]
@@ -2019,10 +2015,8 @@ class Known:
         this is the round's only wait for values, which is why the flags and the count are read
         together. On a CPU `require_finite` has raised the error already, and flags are not read.
 
-        An ordinary round does not wait anywhere else. The following cases wait once more:
-        layer-wise fairness, which checks its vector; a rule that returns its masks as bool tensors;
-        a call of `Server.reply`, which needs the number of entries that clients sent outside the
-        shared mask; and `to_bytes`.
+        An ordinary round does not wait anywhere else. Layer-wise fairness, masks that a rule
+        returns as bool tensors, `Server.reply` and `to_bytes` each wait once more.
         """
         if self.on_cpu:
             return 0 if counted_D is None else int(np.count_nonzero(counted_D.numpy()))
@@ -2194,7 +2188,7 @@ def _all_finite(values: Tensor) -> bool:
 class InFlight(NamedTuple):
     """A message that a client has sent and that has not been acknowledged yet.
 
-    For a dense message the three tensors are empty.
+    For a dense message `positions_K`, `intended_K` and `values_K` are empty.
     """
 
     round: int
@@ -2215,8 +2209,9 @@ class Client:
     be sent. Only `arrived` subtracts the values that were sent, so that the content of a lost
     message stays in the errors.
 
-    `keeps` names the tensors (D,) that a resumed run needs, in addition to those of the base
-    classes. All of them have to be in the unit of the errors, since `scale_` scales them together.
+    In `keeps`, a class names the tensors (D,) that a resumed run needs. Those of its base classes
+    are included automatically. All of them have to be in the unit of the errors, since `scale_`
+    scales them together.
     """
 
     keeps: tuple[str, ...] = ("errors_D",)
@@ -2234,11 +2229,11 @@ class Client:
 
         `delta_D` is not changed. Before anything is changed, this raises NotFiniteError for NaN or
         infinity. It raises ValueError for another shape or type, a round that is not open, or a
-        second message in one round. If adding the difference makes errors overflow that are to be
-        sent, NotFiniteError is raised as well, and the errors are reset to 0.
+        second message in one round. If an entry that is to be sent overflows when the difference is
+        added, NotFiniteError is raised as well, and the errors are reset to 0.
 
-        If a rule raises or returns a mask that is not allowed, the difference is in the errors
-        already, and the client counts as one that has sent: give the round up with `Known.lose`.
+        If a rule raises or returns a mask that is not allowed, give the round up with `Known.lose`.
+        The errors then contain the difference already.
 
         On a GPU the whole vector becomes 0 if any entry is not finite. The error is then raised by
         `Known.to_bytes` or at the end of the round.
@@ -2348,8 +2343,8 @@ class Client:
         self.in_flight = None
 
     def receive(self, reply: Message, heard: bool = True) -> Tensor:
-        """End the round with the server's message and return the update (D,), at a client with a
-        separate `Known`.
+        """End the round with the server's message and return the update (D,). This is for a client
+        with a separate `Known`.
 
         `heard` says whether this client's message of this round is in the average. The reply does
         not contain this: a client in another process has to learn it from whatever carries the
@@ -2524,7 +2519,7 @@ class Downlink(Client):
     def own_positions(self, intended_D: Tensor) -> Tensor:
         """Return the positions outside the shared mask that the server sends.
 
-        In a round without a shared mask, these are k_global more than otherwise.
+        With `phi_down`, these are k_global more in a round without a shared mask.
         """
         known, phi_down = self.known, self.known.scheme.phi_down
         if phi_down is None:
@@ -2660,7 +2655,8 @@ class Server:
         return {"version": STATE_VERSION, "downlink": down}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError for a state of another scheme, or one in which something is missing."""
+        """Raise ValueError for a state that does not fit this server's downlink, or one in which
+        something is missing."""
         check_state_version("state of Server", state)
         wanted = dict.fromkeys(self.state_dict())
         check_same_state("state of Server", dict.fromkeys(state), wanted)
@@ -2727,9 +2723,6 @@ class Link:
         """Return the update that all clients receive, (D,), and the length of the server's message
         in bits.
 
-        The message is not made if there is no channel, the downlink is not compressed and the code
-        is "block". Its length then follows from the number of entries that clients sent outside the
-        shared mask.
         """
         known = server.known
         if self.channel is None and server.downlink is None and known.scheme.code == "block":
@@ -2774,9 +2767,9 @@ class Traffic(NamedTuple):
     """What was sent in one round.
 
     `bits_up` is the average length of a client's message, rounded up, and `bits_down` the length of
-    the server's message, both in bits of code. `bytes_up`, the sum over the clients in `heard`, and
-    `bytes_down` include OVERHEAD_BYTES. `heard` are the clients whose messages were averaged, and
-    `refused` those whose messages were not accepted; their messages are not counted.
+    the server's message, both in bits of code. `bytes_up`, a sum over all clients in `heard`, and
+    `bytes_down` count whole messages, in bytes. `heard` are the clients whose messages were
+    averaged, and `refused` those whose messages were not accepted; their messages are not counted.
 
     The round of a centralized scheme (Baseline) is counted in the same way, as one dense message in
     each direction, although there is nobody to send it to. `bit_budget` is nan there.
@@ -2878,11 +2871,10 @@ class Compressor:
 
         If anything is raised during the round, no message counts as received: errors hold what was
         meant to be sent, the mask is the same as before, and the next round has the next number.
-        (Errors that have overflowed become 0. So do those of all clients that were heard if the sum
-        of their messages has overflowed, since it would overflow again in the next round.)
-        In a scheme without errors, what was sent in this round is lost. If the very end of a
-        round, when errors are updated, is interrupted, every later call raises until a state is
-        loaded.
+        (Errors that have overflowed become 0. If the sum of the messages has overflowed, the errors
+        of all clients that were heard become 0, since it would overflow again in the next round.)
+        In a scheme without errors, what was sent in this round is lost. If a round is interrupted
+        at its very end, while errors are updated, every later call raises until a state is loaded.
         """
         self._check_usable(begins=True)
         checked = lambda n: self.clients[n].check_difference(difference(n))  # noqa: E731
@@ -3131,13 +3123,13 @@ class Federation:
 
     Arguments
 
-    - `model`: any module with float32 parameters. Its parameters hold theta after every round, and
-      remain ordinary tensors. Its modes (train or eval) and gradients are restored after every
-      round. If you load other weights or running statistics into it between two rounds, training
-      continues from these. If you change which parameters are trained, the next round raises an
-      error that names the parameter: make a new Federation of the module. Anything else that a
-      forward pass changes, such as a teacher model or the vectors of spectral norm, is shared by
-      the clients, which change it in turn. It is not restored after a failed round either.
+    - `model`: any module with float32 parameters. After every round its parameters hold theta. Its
+      modes (train or eval) and gradients are restored after every round. If you load other weights
+      or running statistics into it between two rounds, training continues from these. If you change
+      which parameters are trained, the next round raises an error that names the parameter: make a
+      new Federation of the module. Anything else that a forward pass changes, such as a teacher
+      model or the vectors of spectral norm, is shared by the clients, which change it in turn. It
+      is not restored after a failed round either.
     - `feed`: a list with one iterable of batches per client, or an object like `Feed`. The batches
       have to be on the model's device.
     - `scheme`: a `Scheme` or its name.
@@ -3148,8 +3140,8 @@ class Federation:
       cannot be combined with `local_optimizer`, which does its own weight decay.
     - `local_optimizer`: a function from parameters to an optimizer, for local steps other than
       plain SGD. It is called once for each client. With a schedule, the schedule sets the
-      optimizer's learning rate. Then an optimizer is refused if it was given another rate than the
-      one with which the schedule begins, or several rates.
+      optimizer's learning rate. Then give the optimizer no rate, or the one with which the schedule
+      begins.
     - `server_optimizer`: a function from parameters to an optimizer, for the server's step. The
       optimizer sees minus the average update as the gradient.
     - `weights`: the clients' weights in the average (see `Server`), also in the average of running
@@ -3158,13 +3150,13 @@ class Federation:
     - `link`: how messages travel (see `Link`).
     - `seed`: for rand-K's masks, for the random numbers that clients draw in torch, and for the
       order of batches if `feed` is a list.
-    - `trainer`: a function that makes the `LocalTrainer` from its arguments. A class derived from
-      `LocalTrainer` can run the same local steps in another way.
+    - `trainer`: a function that is called with the arguments of `LocalTrainer` and returns one. A
+      class derived from `LocalTrainer` can run the same local steps in another way.
 
     All parameters that are trained are averaged, including those of a head or of a norm. If each
     client is to have a separate head, keep it outside the module that is given here, and let `loss`
     apply it (notebook 15 shows how). The weights of a batch norm inside the module are always
-    averaged. Only its running statistics differ between clients, until the model is evaluated.
+    averaged. Only its running statistics differ between clients; `evaluated` uses their average.
 
     Attributes
 
@@ -3687,8 +3679,9 @@ class LocalTrainer:
     def lend_module(self) -> Iterator[None]:
         """Put the module into training mode for a round, and restore it afterwards.
 
-        Afterwards it has its earlier modes and gradients, and the statistics `left_S`. If anything
-        is raised, theta is copied into the module and the clients' statistics are restored, too.
+        Afterwards it has its earlier modes and gradients, and the statistics `left_S`, which are
+        the module's between two rounds. If anything is raised, theta is copied into the module and
+        the clients' statistics are restored, too.
         """
         modules, buffers = list(self.model.modules()), self.flat.statistics_buffers()
         modes = list(map(_TRAINING, modules))
@@ -3987,8 +3980,8 @@ class Feed:
     have `state_dict`, `check_state` and `load_state_dict`, for states of a `Federation`.
 
     Raises ValueError for anything but a list of iterables, for an iterator that two clients share,
-    for more than `most_workers` workers in all, and for persistent workers with a data set that has
-    `set_epoch` but nothing in shared memory: their copies would never learn the number of the pass.
+    and for more than `most_workers` workers in all. It also refuses persistent workers whose copies
+    of the data set `set_epoch` would not reach.
     """
 
     # for all loaders together: each worker is a process that keeps files open during the training
@@ -4314,8 +4307,8 @@ def tcs_hook(
        13: from its errors, this rank subtracts what its shares contributed to the average.
 
     `TCSState` has an example, and an option with which accumulated momentum takes the gradient's
-    place. Raises ValueError for sparse or complex gradients, for parameters of a second model, if
-    the caller is not DDP and, on all ranks, if their states differ at the start.
+    place. Raises ValueError for sparse or complex gradients, for parameters of a second model, and
+    if the caller is not DDP. If the ranks' states differ at the start, all ranks raise it.
     """
     _check_caller(state, bucket, others)
     gives_mask = state.iter + 1 >= state.start_iter  # before `begin`, which may count the step
@@ -4354,8 +4347,8 @@ tcs_hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.
 
 
 class TCSState:
-    """Settings and memory of `tcs_hook`. It averages over the process group of the `model`, over
-    `process_group` or, if neither is given, over all ranks, even if the model is on some only.
+    """Settings and memory of `tcs_hook`. It averages over the process group of the `model`, or over
+    `process_group`. If neither is given, it averages over all ranks.
 
         >>> from torch.nn.parallel import DistributedDataParallel
         >>> torch.distributed.init_process_group("gloo")  # torchrun says how many processes
@@ -4382,17 +4375,15 @@ class TCSState:
     3. `error_accumulation` adds what was not sent to the next gradient. Leave it on.
     4. `model` is the DistributedDataParallel module. With it, the process group is the model's, and
        errors and masks are stored by parameter name. A state can then be loaded even if parameters
-       come in another order or, with find_unused_parameters, if bucket_cap_mb has changed. Without
-       `model`, the process group is `process_group`, or else all ranks, even if the model is on
-       some of them only. Errors and masks are then stored in the order in which parameters come in
-       the first step. A state is refused if parameters come in other shapes, another order or other
-       buckets; but two parameters of equal shape that have been exchanged cannot be told apart.
+       come in another order or in other buckets. Without `model`, give `process_group` if the model
+       is on some ranks only. Errors and masks are then stored in the order in which parameters come
+       in the first step. A state is refused if parameters come in other shapes, another order or
+       other buckets. If two parameters of equal shape are exchanged, this is not noticed.
     5. `can_undo` allows `undo` to take the last step back. It costs one float32 copy of the
        gradients, and with `momentum` two.
     6. `momentum` is for SGD with momentum: give it to the hook, and give the optimizer none. (The
        default, 0, changes nothing.) Each rank then adds its gradient to `momentum` times what it
-       has accumulated so far, and this sum takes the gradient's place: it is what is averaged in
-       the dense steps, and what is added to the errors, chosen and sent after them. What a rank has
+       has accumulated so far. This sum takes the gradient's place in all steps. What a rank has
        sent is set to 0 in its accumulated momentum; otherwise it would push the parameter on in an
        outdated direction. If all entries are sent, nothing accumulates after the dense steps. This
        is momentum correction and momentum factor masking of Deep Gradient Compression (Lin et al.,
@@ -4414,9 +4405,8 @@ class TCSState:
 
     `iter` counts steps. `bytes_sent` is what this rank has passed to collectives, in bytes: "dense"
     and "shared" to all_reduce, "explored" to all_gather. On a GPU the host waits for values in two
-    steps only. In the first step, the ranks compare their states. In the last dense step, the host
-    reads whether the average is finite. (The host may wait once more after a state is loaded, after
-    DDP has rebuilt its buckets, or in a second pass with the same parameters.)
+    steps, and rarely in others. In the first step, the ranks compare their states. In the last
+    dense step, the host reads whether the average is finite.
 
     Each rank saves its own `state_dict` between two steps, and loads it into a new state with the
     same settings. All errors, that is, everything that was not sent yet, are kept in this way. If
@@ -4424,12 +4414,8 @@ class TCSState:
     loaded: see `load_state_dict`.
 
     A resumed run can differ slightly from one without a stop. DDP rebuilds its buckets after its
-    first step, and a resumed run begins with the initial buckets again: one bucket, unless
-    find_unused_parameters is set. If there are several buckets after the rebuild, the first step
-    after loading therefore selects each rank's own entries, and the next shared mask, within other
-    buckets (and sends a few bytes more or less). If there is one, only the order of the entries
-    differs. This order decides which of two equal magnitudes is chosen and, with more than two
-    ranks, how a sum is rounded.
+    first step, so the first step after loading may choose masks within other buckets, or meet the
+    entries in another order.
 
     Values are not quantized, since an all-reduce has to add them up. PyTorch's own
     bf16_compress_wrapper(tcs_hook) halves the bytes of "dense" and "shared". When a rank's values
@@ -4439,10 +4425,10 @@ class TCSState:
     If a gradient is not finite on some rank, the bucket's gradient becomes NaN on all ranks, so
     that every GradScaler skips the step. Errors, mask and momentum then stay the same. DDP does not
     give the average to parameters that no rank has used, so what was sent for them stays in the
-    errors, and their momentum stays the same. (In a dense step the ranks do not learn who has used
-    a parameter, and its momentum decays.) A parameter counts as unused if its gradient was 0
-    everywhere. Errors and momentum are in the units of the gradients that DDP passes to the hook.
-    When a GradScaler changes its scale, they are not converted to the new scale.
+    errors, and their momentum stays the same. (In a dense step, the momentum of such a parameter
+    decays.) A parameter counts as unused if its gradient was 0 everywhere. Errors and momentum are
+    in the units of the gradients that DDP passes to the hook. When a GradScaler changes its scale,
+    they are not converted to the new scale.
 
     Raises ValueError for a fraction, a start_iter or a momentum that is not allowed, for a group
     that this rank is not in, or for a model that is not a DistributedDataParallel or has another
@@ -4813,7 +4799,7 @@ _THROWN_AWAY = (
 
 
 class Before(NamedTuple):
-    """What a step changes, with the values from before the step `iter`."""
+    """The values from before step `iter` of everything that the step changes."""
 
     iter: int
     round: int
@@ -4845,7 +4831,7 @@ class BucketClient(Client):
             self.momentum_D = torch.zeros(size, dtype=torch.float32, device=device)
 
     def accumulated(self, gradient_D: Tensor) -> Tensor:
-        """Return the gradient (D,) or, with momentum, a new vector, float32: the gradient plus
+        """Return the gradient (D,). With momentum, return a new float32 vector: the gradient plus
         `momentum` times what was accumulated before this step."""
         if self.momentum_D is None:
             return gradient_D
@@ -5241,8 +5227,7 @@ def _by_value(value: Any) -> Any:
 def scheme_state(scheme: Scheme) -> dict[str, Any]:
     """Return the fields of a scheme that differ from their defaults, for a state.
 
-    A later version may add a field with a default that changes nothing. States then stay the same
-    until somebody uses the field.
+    States therefore stay the same if a later version adds a field with a default.
     """
     fields = dataclasses.fields(scheme)
     return {f.name: getattr(scheme, f.name) for f in fields if getattr(scheme, f.name) != f.default}
