@@ -14,18 +14,18 @@
 # - write a client of TCS,
 # - say where the shared mask comes from.
 #
-# **What the paper claims (Sec. II-A, Alg. 2).** The paper says that the largest entries of an update are mostly at the same
-# positions as in the round before. Therefore the last update, which the server and all clients know, can tell them which entries to
-# send next, and the positions of these entries need not be sent. Each client also searches for new positions, with a small mask of
-# its own. The server's message never holds more than $K_{global} + N K_{local}$ entries, where $N$ is the number of clients,
-# $K_{global}$ is the size of the shared mask, and $K_{local}$ is the size of a client's own mask. In the paper's training
-# (Sec. III-B) this is 2 % of all entries.
+# **What the paper claims (Sec. II-A, Alg. 2).** The paper assumes that the positions of the largest entries of an update change little from
+# one round to the next. Therefore the last update, which the server and all clients know, can tell them which entries to send next, and the
+# positions of these entries need not be sent. Each client also searches for new positions, with a small mask of its own. After the dense
+# rounds at the start, the server's message never holds more than $K_{global} + N K_{local}$ entries, where $N$ is the number of clients,
+# $K_{global}$ is the size of the shared mask, and $K_{local}$ is the size of a client's own mask. In the paper's training (Sec. III-B) this
+# is 2 % of all entries.
 #
 # *Run time*: about a minute on two cores of a Xeon. *Read before*: [01_fedavg](01_fedavg.ipynb) and
 # [02_sparsification](02_sparsification.ipynb).
 #
-# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The first such cell below the imports
-# holds the parameters. Change them there and run all cells again.
+# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The second grey bar hides the parameters. Change
+# them there and run all cells again.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
@@ -136,8 +136,8 @@ stay = {name: survivors(run["mask"][start - 1 :]) for name, run in pair.items()}
 rest = (
     "TCS still learns: it" if runs["TCS"]["accuracy"] < dense["accuracy"] else "All the same, TCS"
 )
-answer = f"""**In short.** Large entries {"seldom" if max(two, dense_two) < 0.25 else "often"} stay large for long. Of the entries that enter TCS's shared mask, {one:.0%} are still in
-it one round later and {two:.0%} two rounds later. (In dense training, of the entries that enter the set of the K largest, {dense_one:.0%}
+answer = f"""**In short.** Entries that become large {"seldom" if max(two, dense_two) < 0.25 else "often"} stay large for long. Of the entries that enter TCS's shared mask, {one:.0%} are still in
+it one round later and {two:.0%} two rounds later. (In dense training, of the entries that enter the set of the K_global largest, {dense_one:.0%}
 are still there one round later and {dense_two:.0%} two rounds later.) {rest} reaches
 {runs["TCS"]["accuracy"]:.0%} test accuracy. Dense training, which sends every entry, reaches {dense["accuracy"]:.0%}. These numbers come
 from one training of each, with {len(dense["mask"])} rounds."""
@@ -153,9 +153,9 @@ panels[0].set_ylabel(f"{len(rows)} of the positions in these masks")
 lab.show_figures()
 
 # %% [markdown]
-# The picture shows a sample of the positions that are ever in these masks. Each row is one position, that is, one of the $D$
-# entries of the update, and each column is one round. A cell is dark if, in that round, the entry is in the mask of the
-# $K = K_{global}$ largest entries. The section *Why the mask of TCS moves so fast* below looks for the reason.
+# The picture shows the last rounds, and a sample of the positions that are in these masks at least once in them. Each row is one position,
+# that is, one of the $D$ entries of the update, and each column is one round. A cell is dark if, in that round, the entry is in the mask of
+# the $K = K_{global}$ largest entries. A section below looks for the reason why entries leave the mask of TCS so soon.
 #
 # ## One round in a picture
 #
@@ -177,12 +177,11 @@ lab.show_figures()
 # %% [markdown]
 # ## Algorithm 2 beside the code
 #
-# The table shows the lines of the paper's Algorithm 2, in our words. Beside each line is the statement of `tcs_core.py` that carries
-# it out; in that file, a comment names the line of the algorithm. The symbol $\otimes$ multiplies entry by entry, and
-# $S_{top}(v, K)$ is the mask of the K entries of $v$ with the largest magnitude. $\Delta\theta_n$ is the *difference* of client $n$,
-# that is, how far its local steps have moved the weights, and $e_n$ is its *accumulated error*, the sum of everything that it
-# has not sent so far. The table leaves out a few lines of the algorithm: lines 1 and 3 only start loops, lines 2, 8 and 14 are
-# headings, and in line 4 the client receives the update.
+# The table shows the lines of the paper's Algorithm 2, in our words. Beside each line is the statement of `tcs_core.py` that carries it
+# out; in that file, a comment names the line of the algorithm. The symbol $\otimes$ multiplies entry by entry, and $S_{top}(v, K)$ is the
+# mask of the K entries of $v$ with the largest magnitude. $\Delta\theta_n$ is the *difference* of client $n$, that is, how far its local
+# steps have moved the weights, and $e_n$ is its *accumulated error*, the sum of everything that it has not sent so far. The table leaves
+# out loops, headings, and line 4, in which the client receives the update.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 BOX = {
@@ -211,10 +210,9 @@ lines = pd.DataFrame(lines, columns=["line", "Algorithm 2", "statement in tcs_co
 display(Markdown(lab.markdown(lines)))
 
 # %% [markdown]
-# Below are the methods that contain most of these statements; what they call is in `tcs_core.py`. They also check their input, handle
-# dense rounds, and avoid waiting for a GPU, so they are longer than the algorithm. Some names belong to options that this page does not
-# use: `fair` to layer-wise fairness, `mask_factor` to a warm-up with larger masks, and `among_K` to a faster search. `in_flight` is the
-# message that has been sent but has not yet arrived.
+# Below are the methods that contain most of these statements; what they call is in `tcs_core.py`. They also check their input, handle dense
+# rounds, and avoid waiting for a GPU, so they are longer than the algorithm. You can ignore `fair`, `mask_factor` and `among_K`. They
+# belong to options that this page does not use. `in_flight` is the message that has been sent but has not yet arrived.
 #
 # When you read the code, it helps to know that the core does not store a mask as a vector of zeros and ones. It stores the *positions* that
 # the mask contains, so $m_{local}$ is a list `own_K`, and `positions_K` has the positions of both masks.
@@ -225,9 +223,10 @@ display(Markdown(lab.markdown(lines)))
 lab.show_code(tcs.TCS.observe)
 
 # %% [markdown]
-# Now a client. `Client.message_of` does line 9, and `Client.message_from` does lines 10 to 12. For line 10 it calls `Client.own_positions`, which calls `MaskRule.own_mask`.
-# From line 9 on, the errors contain everything that the client intends to send (`Client.intended`). So `Client.arrived`, which does
-# line 13, only has to write what remains at the positions that were sent.
+# Now a client. `Client.message_of` does line 9, and `Client.message_from` does lines 10 to 12. For line 10 it calls `Client.own_positions`,
+# which calls `MaskRule.own_mask`. Line 9 adds the difference to the errors in place (`Client.intended`), so for a while the tensor
+# `errors_D` contains all that the client intends to send. Therefore `Client.arrived` (line 13) has to change `errors_D` only at the
+# positions that were sent.
 
 # %%
 lab.show_code(tcs.Client.message_of, tcs.Client.intended, tcs.Client.message_from, tcs.Client.own_positions,
@@ -243,11 +242,10 @@ lab.show_code(tcs.Server.average, tcs.Server.reply)
 # %% [markdown]
 # ## Ten numbers, two clients
 #
-# We now run the same code on ten parameters, with $K_{global} = 2$ and $K_{local} = 1$. In the output, `G` marks a position in the
-# global mask, `L` the position in the client's own mask, and a dot an entry that is not sent. At first, positions 1 and 4 have
-# the largest entries. From round 3 on, client 0 has an even larger difference, at position 7. (In this example the server and both
-# clients share one object, `known`, which holds what all of them know. In separate processes, each of them would have such an object
-# of its own, with the same content.)
+# We now run the same code on ten parameters, with $K_{global} = 2$ and $K_{local} = 1$. In the output, `G` marks a position in the shared
+# (global) mask, `L` the position in the client's own (local) mask, and a dot an entry that is not sent. At first, positions 1 and 4 have
+# the largest entries. From round 3 on, client 0 has an even larger difference, at position 7. (In this example the server and both clients
+# share one object, `known`, which holds what all of them know.)
 
 # %%
 before = torch.zeros(2, 10)
@@ -293,16 +291,17 @@ for number in range(2, 11):
     assert torch.allclose(meant_D, update_D + waiting_D)
 
 # %% [markdown]
-# In round 3, client 0 finds position 7 with its local mask. From the next round on position 7 is in the global mask, where its
-# position need not be sent, and position 4 has left that mask. From then on, each local mask chooses the entry with the largest
-# accumulated error outside the global mask. Most of the time this is position 4, but sometimes it is 6, 8 or 3, whose small
-# differences add up over the rounds. In round 8, the accumulated values at position 4 become larger than the entry at position 1, so
-# position 1 leaves the global mask for one round. The `assert` checks that nothing is lost: what the clients intended to send
-# equals what was sent plus the accumulated errors.
+# In round 3, client 0 finds position 7 with its own mask. From the next round on position 7 is in the shared mask, where its position need
+# not be sent, and position 4 has left that mask. From then on, each client's own mask chooses the entry outside the shared mask where the
+# difference plus the accumulated error is largest. Most of the time this is position 4, but sometimes it is another one, where small
+# differences have added up over the rounds. In round 8, the accumulated values at position 4 become larger than the entry at position 1, so
+# position 1 leaves the shared mask for one round. The `assert` checks that nothing is lost: what the clients intended to send equals what
+# was sent plus the accumulated errors.
 #
 # ## Without a local mask nothing ever moves
 #
-# Without $m_{local}$ the update is zero outside $m_{global}$, so the next mask must be the same one:
+# Without $m_{local}$ the update is zero outside $m_{global}$, so the next mask must be the same one ($\operatorname{supp}$ is the set of
+# the entries that are not zero):
 #
 # $$\operatorname{supp}(\Delta\theta_t) \subseteq m_{global}
 # \;\Rightarrow\; S_{top}(\Delta\theta_t, K_{global}) = m_{global}$$
@@ -316,7 +315,9 @@ _ = frozen.step(before)
 for number in range(2, 7):
     _ = frozen.step(before if number < 3 else after)
     mask, waiting = frozen.rule.positions.tolist(), float(frozen.errors_ND[0, 7])
-    print(f"round {number}: global mask {mask}, accumulated error at position 7: {waiting:.0f}")
+    print(
+        f"round {number}: shared mask {mask}, accumulated error of client 0 at position 7: {waiting:.0f}"
+    )
 
 # %% [markdown]
 # The mask never changes. The error at position 7 keeps growing, but it is never sent.
@@ -326,14 +327,14 @@ for number in range(2, 7):
 # **What do you expect?** Of the largest entries in a round, is more than half among the largest entries of the next round, or
 # less?
 #
-# We return to the real network from the picture above, and train it without any compression (FedAvg). The overlap of two masks is
-# the fraction of positions that they have in common. For two random masks it would be $K/D$.
+# We return to the network of the first picture and look at its training without compression (FedAvg). The overlap of two masks is the
+# fraction of positions that they have in common. For two random masks it would be $K/D$.
 #
-# $$\text{overlap}(t, t+\ell) = \frac{|m_t \cap m_{t+\ell}|}{K}$$
+# $$\text{overlap}(t, t+1) = \frac{|m_t \cap m_{t+1}|}{K}$$
 #
-# However, it is easy to exceed $K/D$. If small layers contain many of the large entries, masks overlap even if the
-# positions *inside* each layer are random. We therefore also compute a stricter chance level. It keeps the number of entries
-# $k_l(t)$ that the mask has in each layer $l$ of size $d_l$, and assumes that the positions inside the layer are random:
+# However, it is easy to exceed $K/D$. If small layers contain many of the large entries, masks overlap even if the positions *inside* each
+# layer are random. We therefore also compute a stricter chance level. Let $k_l(t)$ be the number of entries that the mask has in layer $l$,
+# and $d_l$ the size of that layer. If the positions inside each layer are random, the overlap is on average:
 #
 # $$\text{chance within layers} = \frac{1}{K} \sum_l \frac{k_l(t)\, k_l(t+1)}{d_l}$$
 
@@ -351,8 +352,8 @@ chance = k_global / dimension
 measured = float(overlaps(dense["mask"], 1).mean())
 word = "more" if measured > 0.5 else "fewer"
 layers = float(by_layer_T.mean())
-print(f"The measured overlap is {measured:.2f}, so {word} than half of the entries stay. By chance it would be "
-      f"{chance:.2f},\nand {layers:.2f} by chance if the number of entries in each layer is kept.")  # fmt: skip
+print(f"The measured overlap is {measured:.2f}, so {word} than half of the entries stay. Random masks would overlap by "
+      f"{chance:.2f}.\nRandom masks with the same number of entries in each layer would overlap by {layers:.2f}.")  # fmt: skip
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -399,8 +400,8 @@ print(f"Together, the {clients} clients explore {explored_T.float().mean():.0f} 
 #
 # ## What the server sends back
 #
-# With top-K every client chooses its own positions, so the average can have up to $N K$ non-zero entries. With TCS, every round
-# satisfies
+# With top-K every client chooses its own positions, so the average can have up to $N K$ non-zero entries. With TCS, every round after the
+# dense ones satisfies
 #
 # $$|\operatorname{supp}(\Delta\theta_t)| \le K_{global} + N K_{local}$$
 
@@ -411,7 +412,7 @@ shares = {k: run["support"][start:].sum(1) / dimension for k, run in runs.items(
 largest = {k: int(run["support"][start:].sum(1).max()) for k, run in runs.items()}
 for name, share in shares.items():
     print(f"The server's message of {name} has {share.mean():.1%} of all entries on average, and at most "
-          f"{largest[name]} entries.")  # fmt: skip
+          f"{largest[name] / dimension:.1%}.")  # fmt: skip
 print(f"For TCS the bound is {bound} entries, or {bound / dimension:.1%} of all. (In the paper, with 10 clients, "
       "it is 2 %.)")  # fmt: skip
 
@@ -429,8 +430,8 @@ lab.show_figures()
 # %% [markdown]
 # ## Take the parts away, one by one
 #
-# We repeat the same training without the local mask, then without error accumulation (what is not sent is dropped, so
-# $e_n = 0$), and then with a larger $\phi_{local}$.
+# We repeat the same training without the local mask, then without error accumulation (what is not sent is dropped, so $e_n = 0$), and then
+# with larger masks of the clients' own.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 larger = f"TCS, φ_local {large_local_share:g}"
@@ -461,15 +462,13 @@ table = pd.DataFrame({
 display(Markdown(lab.markdown(table)))
 
 # %% [markdown]
-# In this table, *mask* always means the $K_{global}$ largest entries of the update. Without the local mask, the model can only
-# learn with the positions that are largest at the end of the *warm-up*, the dense rounds at the beginning. Without error
-# accumulation, the clients explore, but what they do not send is lost.
+# In this table, *mask* always means the $K_{global}$ largest entries of the update. Without the local mask, only the positions that are
+# largest at the end of the *warm-up* (the dense rounds at the beginning) can change afterwards. Without error accumulation, the clients
+# explore, but what they do not send is lost.
 #
-# TCS scores below dense training here. A likely reason is that this training is very short: the number of sparse rounds times
-# $\phi_{global}$ says how often an average entry is sent in the whole training, and this number is small. The section *What we saw*
-# at the end gives it for this training and for the paper's.
+# TCS scores below dense training here. One reason may be that this training is very short.
 #
-# ## Why the mask of TCS moves so fast
+# ## Why entries do not return to the mask of TCS
 #
 # From one round to the next, the masks of TCS change no faster than those of dense training, as the table shows. But an entry that has
 # left the mask of TCS seldom comes back soon. This shows in masks that are two rounds apart:
@@ -481,19 +480,19 @@ for name in ("dense (FedAvg)", "no error accumulation", "TCS"):
     )
 
 # %% [markdown]
-# Without error accumulation, the mask changes more slowly. So the accumulated errors may be the reason for the fast changes. Our
-# explanation is this: an entry enters the mask when one client sends the error that it has accumulated there. In the next round,
-# *all* clients send their accumulated errors for this entry, which keeps it large for one more round. Then it has no accumulated
-# errors left, and drops out.
+# Without error accumulation, the mask changes more slowly. So the accumulated errors may be the reason for the fast changes. The paper says
+# that positions can become important for a time because errors accumulate there. Our explanation goes on from this: an entry enters the
+# mask when one client sends the error that it has accumulated there. In the next round, *all* clients send their accumulated errors for
+# this entry, which keeps it large for one more round. Then it has no accumulated errors left, and drops out.
 #
 # To check this, we start TCS once more and observe it for two epochs. We compare the accumulated errors at an entry with the
 # clients' differences of the current round:
 #
 # $$\text{ratio} = \frac{\text{mean of } |e_{n,t-1}|}{\text{mean of } |\Delta\theta_{n,t}|}$$
 #
-# We compute this ratio for three groups of entries: those that a client explores in this round, those that are new in the shared
-# mask, and the rest of the shared mask. We also ask how many of the explored entries the clients would have chosen without
-# accumulated errors, that is, if $S_{top}$ had looked only at the differences of the round.
+# The means are over all clients and all entries of a group. We compute this ratio for three groups of entries: those that a client explores
+# in this round, those that are new in the shared mask, and the rest of the shared mask. We also ask how many of the explored entries the
+# clients would have chosen without accumulated errors, that is, if $S_{top}$ had looked only at the differences of the round.
 
 
 # %%
@@ -529,16 +528,13 @@ claim.judge(
 )
 
 # %% [markdown]
-# Most entries are explored because of their accumulated errors. At explored entries, a client's accumulated error is a few times as
-# large as the round's difference. The same is true for entries that are new in the mask. Entries that have been in the mask for longer
-# have no accumulated error, because line 13 has set it to zero. Such an entry is soon exceeded by others with large accumulated
-# errors, and leaves the mask.
+# Entries that have been in the mask for longer have no accumulated error, because line 13 has set it to zero. Such an entry is soon
+# exceeded by others with large accumulated errors, and leaves the mask.
 #
-# So $m_{local}$ finds entries that are important *for the moment*. Each client can explore only $K_{local}$ entries per round, and it
-# uses most of them to send accumulated errors.
+# So $m_{local}$ finds entries that are important *for the moment*.
 
 # %% [markdown]
-# ## Is there a mask that may stay?
+# ## Would one fixed mask do as well?
 #
 # The paper refers to *lottery tickets*: small parts of a network that can be trained on their own. If there are such parts, there may
 # also be one good mask for the whole training, and no search would be necessary. We look for such a mask in a finished run of TCS.
@@ -575,7 +571,7 @@ rows = []
 for number in lab.follow(range(seed + 1, seed + 1 + ticket_seeds), "seeds"):
     loss, farthest_D, last_D = trained(number)
     drawn = torch.rand(dimension, generator=lab.generator_for(number, 100))
-    masks_D = {"its last mask": last_D, "where θ moved farthest": farthest_D,
+    masks_D = {"last shared mask of TCS": last_D, "where θ moved farthest": farthest_D,
                "random": tcs.top_k_mask(drawn, k_global)}  # fmt: skip
     losses = {name: trained(number, mask_D)[0] for name, mask_D in masks_D.items()}
     rows.append({"TCS": loss} | losses)
@@ -589,22 +585,25 @@ best = "where θ moved farthest"
 as_well = lab.judge_mean(-behind[best][0], behind[best][1])  # whether TCS's loss is the higher one
 display(Markdown(lab.markdown(pd.DataFrame(table))))
 print(f"These are means over n = {len(rows)} seeds.\n"
-      f"Does TCS do as well with one fixed mask (the positions {best}) as with its own masks? That it does is {as_well}.")  # fmt: skip
+      f"One fixed mask (the positions {best}) does as well as the changing masks of TCS: {as_well}.")  # fmt: skip
 
 # %% [markdown]
 # ## Claim
 #
-# The next cell checks six statements. The first three are exact and hold for any parameters. The other three are measured in one
-# training each; for the last two, TCS has to end with a training loss that is lower by more than 0.02. We do not assert that the large
-# entries *stay*.
+# The next cell checks six more statements. (One was checked above.) The first three follow from the algorithm. The other three are measured
+# in one training each; for the last two, TCS has to end with a training loss that is lower by more than 0.02.
 
 # %%
 final = {name: run["loss"][-1] for name, run in runs.items()}
 places = int(masks["no local mask"].any(0).sum())
 claim("the server's message has no more entries than its bound allows", largest["TCS"] <= bound,
-      f"at most {largest['TCS']} of {bound} entries")  # fmt: skip
+      f"at most {largest['TCS']} entries; the bound is {bound}")  # fmt: skip
 claim("clients explore at most N · K_local entries", int(explored_T.max()) <= clients * k_local)
-claim("without a local mask the shared mask never changes", places == k_global, f"{places} entries")
+claim(
+    "without a local mask the shared mask never changes",
+    places == k_global,
+    f"{places} entries were ever in it",
+)
 claim("masks of consecutive dense updates overlap more than by chance within the layers", measured > layers,
       f"{measured:.2f} against {layers:.2f}")  # fmt: skip
 for name in ("no local mask", "no error accumulation"):
@@ -692,20 +691,19 @@ display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
   would be {chance:.0%}. So {100 * (measured - layers):.0f} percentage points of the overlap are beyond chance within the layers, and in
   total {word} than half of the entries stay.
 - In each round {turnover:.0%} of TCS's shared mask is new, and masks two rounds apart have {at_two:.0%} of their entries in common. Without error
-  accumulation this is {quiet:.0%}. In each round, the clients together can explore {clients * k_local} entries, and the shared mask has {k_global} positions.
-  The proportion is the same in the paper. Explored entries can therefore replace the whole mask in one round, and how fast the mask changes
-  depends on the exploration. It cannot tell whether the paper's assumption is right. Notebook [13_evidence](13_evidence.ipynb) tests the
-  assumption on dense updates.
-- Does TCS do as well with one fixed mask from a finished run as with its own masks? That it does is **{as_well}** (n = {len(rows)} seeds; the
-  losses are above. This question is not among the statements that were checked.)
+  accumulation, masks two rounds apart have {quiet:.0%} in common. In each round, the clients together can explore {clients * k_local} entries, and the shared mask has {k_global} positions.
+  The proportion is the same in the paper. So explored entries could replace the whole mask in one round. These numbers cannot tell whether large
+  entries of an update recur by themselves, as the paper assumes. Notebook [13_evidence](13_evidence.ipynb) tests this on dense updates.
+- One fixed mask from a finished run does as well as the changing masks of TCS: **{as_well}** (n = {len(rows)} seeds; the losses are above).
 - This training shows how the schemes start, not how they end. It has {len(masks["TCS"]) - 1} sparse rounds, so an average entry is
   sent {often:.1f} times (rounds × φ_global). In the paper's 23,400 rounds (the dense ones included), an average entry is sent 234 times.
 """))  # fmt: skip
 
 # %% [markdown]
-# **Does the shared mask have to follow the last update?** This training is too short to tell. In our main comparison on CIFAR-10, a shared mask
-# that is drawn at random in every round did about as well as that of TCS ([13_evidence](13_evidence.ipynb), *Is it time correlation?*). What
-# both have in common is that all clients share a mask, that each client adds entries of its own, and that everything else is kept for later.
+# **Does the shared mask have to follow the last update?** This notebook does not test that. In our main comparison on CIFAR-10, a shared
+# mask that is drawn at random in every round did about as well as that of TCS ([13_evidence](13_evidence.ipynb), *Is it time
+# correlation?*). What both have in common is that all clients share a mask, that each client adds entries of its own, and that everything
+# else is kept for later.
 #
 # Next, [04_layerwise_fairness](04_layerwise_fairness.ipynb) shows which layers contain the large entries, and
 # [05_global_momentum](05_global_momentum.ipynb) adds momentum. You can also try `phi_local = 1e-4` in this notebook: all clients
@@ -713,4 +711,4 @@ display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
 
 # %%
 print(f"Made with {lab.describe_core()} and torch {torch.__version__}, on {data.label}. "
-      "One run of each scheme (n = 1).")  # fmt: skip
+      f"One run of each scheme (n = 1), and {ticket_seeds} seeds for the fixed masks.")  # fmt: skip

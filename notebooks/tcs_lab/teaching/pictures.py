@@ -12,9 +12,9 @@ from tcs_lab.tables.figures import BLUE, GREY, ORANGE
 
 _ENTRIES, _CLIENTS, _SEED = 32, 2, 5
 _KEPT = "#cccccc"
-_MASK = "on the shared mask: a client sends the value"
+_MASK = "in the shared mask: a client sends the value"
 _OWN = "a client's largest others: it sends value and position"
-_REST = "not sent: the client keeps it for its next update"
+_REST = "not sent: the client keeps it for the next round"
 _SMALL = "other entries of the last update"
 _NEXT = "the next shared mask"
 
