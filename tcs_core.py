@@ -1795,7 +1795,8 @@ class TCS(MaskRule):
     def observe(self, update_D: Tensor) -> None:
         """Choose the next round's shared mask: S_top of the update (D,), line 5.
 
-        An update that is all zero keeps the mask.
+        An update that is all zero keeps the mask. (On a GPU it does so only if there is a mask of
+        this size already.)
         """
         if not self.k_global:
             return
@@ -3565,7 +3566,7 @@ class LocalTrainer:
             for tau in self._steps(n, t):
                 self.flat.add_gradients_(self.gradient_views)
                 if tau + 1 < steps:
-                    _descend(self.theta_D, gradient_D, eta, out=self.local_D)  # line 6
+                    _descend(self.theta_D, gradient_D, eta, out=self.local_D)  # Alg. 1, line 6
                     self.flat.put(self.local_views)
                     gradient_D.add_(self.local_D, alpha=decay)
         finally:
@@ -3612,8 +3613,8 @@ class LocalTrainer:
         return made[n]
 
     def _steps(self, n: int, t: int | Tensor) -> Iterator[int]:
-        """Do client n's H backward passes, line 5. After each, its gradients are in the parameters'
-        `grad`."""
+        """Do client n's H backward passes (Alg. 1, line 5). After each, its gradients are in the
+        parameters' `grad`."""
         self.flat.lend(self.statistics_views[n])
         if isinstance(t, int):  # seeds the random numbers that this client draws from here on
             seed = random_seed(self.seed, t, n)
@@ -4348,7 +4349,8 @@ tcs_hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.
 
 class TCSState:
     """Settings and memory of `tcs_hook`. It averages over the process group of the `model`, or over
-    `process_group`. If neither is given, it averages over all ranks.
+    `process_group`. If neither is given, it averages over all ranks, even if the model is on some
+    of them only.
 
         >>> from torch.nn.parallel import DistributedDataParallel
         >>> torch.distributed.init_process_group("gloo")  # torchrun says how many processes
@@ -4396,17 +4398,18 @@ class TCSState:
     first of sharpness-aware minimization's two passes, and a pass that only inspects gradients. If
     gradients are accumulated over several passes, run all passes but the last one under
     `model.no_sync()`. If you skip a step because of the values of its averaged gradients, take it
-    back with `undo`. The state warns once when it sees a second backward pass with the same
-    parameters.
+    back with `undo`. With `error_accumulation`, the state warns once when it sees a second backward
+    pass with the same parameters after a sparse one.
 
     Masks are chosen per bucket, so that buckets are sent while the backward pass is still running.
     If `bucket_cap_mb` is large enough for the whole model, there is one bucket, and the selection
     is that of Alg. 2.
 
     `iter` counts steps. `bytes_sent` is what this rank has passed to collectives, in bytes: "dense"
-    and "shared" to all_reduce, "explored" to all_gather. On a GPU the host waits for values in two
-    steps, and rarely in others. In the first step, the ranks compare their states. In the last
-    dense step, the host reads whether the average is finite.
+    and "shared" to all_reduce, "explored" to all_gather. The few bytes with which the ranks compare
+    their states in the first step are not counted. On a GPU the host waits for values in two steps,
+    and rarely in others. In the first step, the ranks compare their states. In the last dense step,
+    the host reads whether the average is finite.
 
     Each rank saves its own `state_dict` between two steps, and loads it into a new state with the
     same settings. All errors, that is, everything that was not sent yet, are kept in this way. If
@@ -4423,12 +4426,12 @@ class TCSState:
     corrected.
 
     If a gradient is not finite on some rank, the bucket's gradient becomes NaN on all ranks, so
-    that every GradScaler skips the step. Errors, mask and momentum then stay the same. DDP does not
-    give the average to parameters that no rank has used, so what was sent for them stays in the
-    errors, and their momentum stays the same. (In a dense step, the momentum of such a parameter
-    decays.) A parameter counts as unused if its gradient was 0 everywhere. Errors and momentum are
-    in the units of the gradients that DDP passes to the hook. When a GradScaler changes its scale,
-    they are not converted to the new scale.
+    that every GradScaler skips the step. Errors, mask and momentum then stay the same, except for
+    rounding. DDP does not give the average to parameters that no rank has used, so what was sent
+    for them stays in the errors, and their momentum stays the same. (In a dense step, the momentum
+    of such a parameter decays.) A parameter counts as unused if its gradient was 0 everywhere.
+    Errors and momentum are in the units of the gradients that DDP passes to the hook. When a
+    GradScaler changes its scale, they are not converted to the new scale.
 
     Raises ValueError for a fraction, a start_iter or a momentum that is not allowed, for a group
     that this rank is not in, or for a model that is not a DistributedDataParallel or has another
