@@ -432,7 +432,7 @@ def readable_prediction(table: pd.DataFrame) -> pd.DataFrame:
         points = _points(row["points"])
         rows.append({
             "made on": row["date"], "by": row["made_by"], "method": row["scheme"],
-            "predicted − Baseline, points": f"{points} ({_points(row['low'])} to {_points(row['high'])})",
+            "predicted difference to the Baseline, points": f"{points} ({_points(row['low'])} to {_points(row['high'])})",
             "the paper": _points(row["paper"]), "measured": _format_measured(row),
         })  # fmt: skip
     return pd.DataFrame(rows)
