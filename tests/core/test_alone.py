@@ -42,7 +42,7 @@ HOOK = """
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 10))
-    state = tcs_core.TCSState(start_iter=1)
+    state = tcs_core.TCSState(**tcs_core.PAPER_SHARES, start_iter=1)
     model.register_comm_hook(state, tcs_core.tcs_hook)
     for _ in range(2):
         model.zero_grad()
