@@ -110,15 +110,16 @@ from torch import Tensor, nn
 
 __all__ = [  # noqa: RUF022
     "CODES", "FAMILIES", "OVERHEAD_BYTES", "PAPER_SHARES", "QUANTIZERS", "RULES", "SERVER",
-    "SHARED_FROM", "STAGES", "SUFFIXES", "BlockCode", "Client", "ClientError", "Compressor", "Federation", "Feed", "Known",
-    "Link", "LocalTrainer", "MaskRule", "Message", "MessageError", "NotFiniteError", "Phase",
-    "RandK", "Scheme", "Server", "TCS", "TCSState", "TopK", "Traffic", "Wire",
+    "SHARED_FROM", "STAGES", "SUFFIXES", "BlockCode", "Client", "ClientError", "Compressor",
+    "Federation", "Feed", "Known", "Link", "LocalTrainer", "MaskRule", "Message", "MessageError",
+    "NotFiniteError", "Phase", "RandK", "Scheme", "Server", "TCS", "TCSState", "TopK", "Traffic",
+    "Wire",
     "bit_budget", "build_model", "cross_entropy", "decode_message", "decode_positions",
     "encode_message", "encode_positions", "fractional_dequantize", "fractional_quantize", "kept",
     "layer_sizes", "layerwise_top_k_positions", "mask_to_positions", "message_bits",
     "positions_to_mask", "random_positions", "register_quantizer", "register_scheme",
-    "register_suffix", "resnet18", "scaled_sign", "tcs_hook", "top_k_above",
-    "top_k_mask", "top_k_positions", "unchanged",
+    "register_suffix", "resnet18", "scaled_sign", "tcs_hook", "top_k_above", "top_k_mask",
+    "top_k_positions", "unchanged",
 ]  # fmt: skip
 
 # ══ 1. Schemes: what a client sends in one round, by name and by field ════════════════════════════
