@@ -453,11 +453,12 @@ for stage, words in ((million, "Two processes"), (eight, "Eight processes")):
 #
 # The next picture joins both results: the loss of the GPT of 1.1 million parameters, and the seconds of a step of the network that you choose
 # in the second grey cell (`compared_network`), for your number of processes (`compared_ranks`) and your link (`compared_link`). Filled points
-# are measured seconds, empty points are calculated ones. Only two processes and five speeds were measured. For more than two processes, the
-# losses are those of the nearest stage above, two processes or eight.
+# are measured seconds, empty points are calculated ones. Only two processes and five speeds were measured. From five processes on, the losses are
+# those of the stage with eight processes, once it is finished.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-stage = million if compared_ranks < 5 or not eight.known else eight
+with_many = eight if eight.made == eight.planned else million
+stage = million if compared_ranks < 5 else with_many
 choices = hook_choice.list_choices(
     stage, measured, networks[compared_network], compared_ranks, compared_link
 )
@@ -477,9 +478,13 @@ seconds_of = hook_choice.tabulate_seconds(
     stage, measured, networks[compared_network], compared_ranks, own_links
 )
 display(Markdown(lab.markdown(seconds_of)))
-by_ranks = {2: million} | ({8: eight, 16: eight} if eight.known else {})
+by_ranks = {2: million, 8: with_many, 16: with_many}
 as_good = hook_choice.tabulate_as_good(by_ranks, measured, networks, own_links)
 display(Markdown(lab.markdown(as_good)))
+if with_many is million:
+    print(
+        "All losses are those with two processes, because the trainings with eight processes are not finished."
+    )
 
 # %% [markdown]
 # Is the calculation right for more than two processes? On the two cores of the same machine, we measured four processes with the linear network
