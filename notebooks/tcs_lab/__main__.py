@@ -180,7 +180,7 @@ def _add_plans(command: Command) -> None:
         help="how many runs are made at once, for the estimate of the time (default: 1)",
     )
     queue("--minutes", type=float,
-          help="begin only runs that will end within so many minutes, and stop those that have not; "
+          help="begin only runs that should end within this many minutes, and stop any that have not ended by then;  "
                "several runs are made at once if the plan says that this is faster")  # fmt: skip
     queue("--pack", metavar="FILE",
           help="with --minutes: write a tar file of the new records after each run")  # fmt: skip

@@ -144,7 +144,9 @@ def _set_params(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise ValueError(f"--set: got {format_value(pair)}, allowed: KEY=VALUE, such as seed=3")
+            raise ValueError(
+                f"--set: got {format_value(pair)}, allowed: KEY=VALUE, such as epochs=3"
+            )
         params[key] = read_yaml(value, f"--set {shorten(key)}")
     return params
 

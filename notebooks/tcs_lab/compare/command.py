@@ -17,12 +17,12 @@ def add_arguments(add: Callable[..., Any]) -> None:
     add(
         "--densities",
         action="store_true",
-        help="also tune and score two further densities of the method",
+        help="also tune and score the method at two further densities (fractions of entries that are sent)",
     )
     add(
         "--dry-run",
         action="store_true",
-        help="only play a few rounds of a method from a file, to find mistakes, and say how many runs are "
+        help="only run a few rounds of a method from a file, to find mistakes in it, and say how many runs are  "
         "missing and how long they would take",
     )
     add("--list", action="store_true", help="show the stored rows")

@@ -46,7 +46,8 @@ def rows_table(
 NOTE = (
     "Accuracy is the mean over n seeds with its {:.0%} interval, for other seeds and other images. MB are "
     "those of one client's messages in the whole run, the dense start included. The time of a round is "
-    "relative to that of TCS in the same process."
+    "relative to that of TCS in the same process. (counted) means that the method's messages are not decoded, "
+    "so its bytes are only calculated. Re-coded bytes are those with a shorter code for the same tensors."
 )
 
 
@@ -76,16 +77,18 @@ def comparison_table(compared: Sequence[PointComparison], point: Point) -> pd.Da
         e, without, gap = one.equal_bytes, one.without_start, one.difference
         line = {
             "Stored method": one.usual,
-            f"{point.scheme} minus it, points": format_interval(gap.value, gap.low, gap.high),
-            "Its bytes, relative": f"×{format_number(one.relative_bytes, 2)}",
+            f"{point.scheme} minus stored method, points": format_interval(
+                gap.value, gap.low, gap.high
+            ),
+            "Bytes, stored / new": f"×{format_number(one.relative_bytes, 2)}",
         }
         lines.append(line if not has_equal_bytes(compared) else line | {
             f"At {format_number(point.both)} MB, points": format_interval(
                 e.value, e.low, e.high),
-            "Without both dense starts": format_interval(
+            "The same without the dense starts, points": format_interval(
                 without.value, without.low, without.high),
-            f"MB it needs for {point.accuracy:.1f} %": format_number(one.megabytes),
-            "If not, why": one.reason or "–",
+            f"MB that the stored method needs for {point.accuracy:.1f} %": format_number(one.megabytes),
+            "Why a value is missing": one.reason or "–",
         })  # fmt: skip
     return pd.DataFrame(lines)
 
@@ -127,7 +130,10 @@ def comparison_figure(scores: Scores, method: str = "") -> Any:
         for point in stars:
             axes.errorbar(point.both, point.accuracy, yerr=point.half, color="#000000", fmt="*",
                           markersize=13, capsize=4, zorder=5)  # fmt: skip
-        axes.set(xscale="log", xlabel="megabytes of one client, up and down, whole run (log)")
+        axes.set(
+            xscale="log",
+            xlabel="megabytes that one client sends and receives in the whole run (log scale)",
+        )
         axes.set(ylabel="final accuracy (%)")
         axes.margins(0.08, 0.12)
         plain_log(axes.xaxis)

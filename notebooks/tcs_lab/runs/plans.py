@@ -210,7 +210,7 @@ def _check_names(stages: list[Stage]) -> list[Stage]:
 
 def _check_slowdowns(factors: list[float]) -> list[float]:
     if factors[0] != 1 or sorted(factors) != factors:
-        raise ValueError(f"got {factors}, allowed: numbers that begin with 1.0 and do not fall")
+        raise ValueError(f"got {factors}, allowed: numbers that start with 1.0 and never decrease")
     return factors
 
 

@@ -81,7 +81,7 @@ def read_json_record(
             check(record)
         if record.get("sha256", own_sum := _content_sha256(record)) != own_sum:
             raise ValueError(
-                f"{path}: its content is not what was written, because its sha256 is another one"
+                f"{path}: its content is not what was written: the stored sha256 does not match"
             )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(

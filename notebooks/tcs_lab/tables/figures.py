@@ -168,7 +168,7 @@ def _draw_last(axes: Any, ends: Sequence[tuple[str, float, float, int, dict[str,
     axes.set_yticks(range(len(ends)), [f"{end[0]} ({end[3]})" for end in ends])
     for label, end in zip(axes.get_yticklabels(), ends, strict=True):
         label.set_color(text_colour(end[4]["color"]))
-    axes.set(xlabel="last epoch (%)", ylim=(-0.6, max(len(ends), 1) - 0.4))
+    axes.set(xlabel="test accuracy after the last epoch (%)", ylim=(-0.6, max(len(ends), 1) - 0.4))
 
 
 def label_ends(axes: Any, ends: Sequence[tuple[str, float, float, str]]) -> None:
