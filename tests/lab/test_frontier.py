@@ -283,6 +283,12 @@ def test_a_setting_is_as_good_as_power_sgd_at_no_more_bytes(tmp_path, small_plan
     assert str(million.power_sgd) == "AdamW, PowerSGD rank 1"
     top_k, *tcs = million.setups[2:]
     assert million.against_power_sgd(top_k).value == pytest.approx(0.01)
+    assert str(million.against_power_sgd(million.power_sgd).value) == "nan"
+    dense = million.setups[0]
+    assert str(million.cost(dense).value) == "nan"
+    assert million.against_power_sgd(dense).value == pytest.approx(
+        -million.cost(million.power_sgd).value
+    )
     assert million.bytes_per_step(top_k) > million.bytes_per_step(million.power_sgd)
     assert [million.is_as_good(setup) for setup in (top_k, *tcs)] == [False] * 4  # bytes; losses
     for seed in million.losses:

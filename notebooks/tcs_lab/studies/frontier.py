@@ -340,8 +340,13 @@ class Frontier:
         return self.comparison.estimate(signs, self.confidence)
 
     def cost(self, setup: Setup) -> Estimate:
-        """Estimate the loss of a setup minus that of dense training by the same optimizer (question 1)."""
-        return self.compare({setup: 1.0, Setup(setup.optimizer, "dense"): -1.0})
+        """Estimate the loss of a setup minus that of dense training by the same optimizer (question 1); nan
+        for dense training itself."""
+        return self._difference(setup, Setup(setup.optimizer, "dense"))
+
+    def _difference(self, one: Setup, other: Setup | None) -> Estimate:
+        """Estimate the loss of one setup minus that of another; nan if they are the same, or if one is missing."""
+        return self.compare({} if other is None or one == other else {one: 1.0, other: -1.0})
 
     def effect_of_correction(self, optimizer: str) -> tuple[Estimate, int]:
         """Estimate the mean change of the loss by momentum correction (question 2), and count the settings of
@@ -363,9 +368,8 @@ class Frontier:
         return min(found, key=self.mean_loss, default=None)
 
     def against_power_sgd(self, setup: Setup) -> Estimate:
-        """Estimate the loss of a setup minus that of PowerSGD."""
-        power = self.power_sgd
-        return self.compare({setup: 1.0, power: -1.0} if power else {})
+        """Estimate the loss of a setup minus that of PowerSGD; nan for PowerSGD itself."""
+        return self._difference(setup, self.power_sgd)
 
     def is_as_good(self, setup: Setup) -> bool:
         """Return whether a setting of top-K or TCS is at least as good as PowerSGD, at no more bytes

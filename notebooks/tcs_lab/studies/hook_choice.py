@@ -89,8 +89,8 @@ def tabulate_as_good(
     nets: Mapping[str, Net],
     rates: Sequence[float],
 ) -> pd.DataFrame:
-    """Make a table of the settings that are at least as good as PowerSGD in both, with a line for each net
-    and each number of ranks. `frontiers` has the losses by the number of ranks."""
+    """Make a table of the settings of top-K and TCS that are at least as good as PowerSGD in both, with a
+    line for each net and each number of ranks. `frontiers` has the losses by the number of ranks."""
     lines = []
     for name, net in nets.items():
         for ranks, frontier in frontiers.items():
@@ -98,7 +98,9 @@ def tabulate_as_good(
             for rate in rates:
                 choices = list_choices(frontier, links, net, ranks, rate)
                 good = [c.setup.scheme for c in find_as_good(choices, frontier.as_good)]
-                line[f"{rate:,.0f} Mbit/s"] = ", ".join(good) or "none"
+                ours = [c for c in choices if c.kind in ("top-K", "TCS")]
+                is_all = len(good) == len(ours) > 1
+                line[f"{rate:,.0f} Mbit/s"] = "all" if is_all else ", ".join(good) or "none"
             lines.append(line)
     return pd.DataFrame(lines)
 
@@ -109,7 +111,8 @@ def tabulate_losses(frontier: Frontier) -> pd.DataFrame:
     lines = []
     for setup in frontier.known:
         size, line = frontier.bytes_per_step(setup), {"Setting": setup.scheme}
-        line["Corrected"] = "yes" if setup.corrected else ""
+        if any(one.corrected for one in frontier.known):
+            line["Corrected"] = "yes" if setup.corrected else ""
         line |= {
             "Bytes per step": f"{size / dense:.1%}",
             "Loss": f"{frontier.mean_loss(setup):.3f}",

@@ -457,17 +457,14 @@ class Links:
             )  # fmt: skip
         return pd.DataFrame(table)
 
-    def tabulate_limited(self, own: bool = False) -> pd.DataFrame:
+    def tabulate_limited(self) -> pd.DataFrame:
         """Make the table of limited steps, a line per link and net: the measured seconds, their ratio to the
-        calculated ones, and n where it is small.
-
-        With `own`, rates are given as those of a link of its own for each rank, in each direction.
-        """
+        calculated ones, and n where it is small. Rates are those of a rank's own link, in each direction."""
         table = dict[tuple[int, float], dict[str, Any]]()
         for row in self.rows:
             if row["mbit"] is None or row["way"] == "passes":
                 continue
-            mbit = row["mbit"] / row["ranks"] if own else row["mbit"]
+            mbit = row["mbit"] / row["ranks"]
             line = table.setdefault((Net.of(row).parameters, mbit), {})
             wanted = self.calculate(row)
             ratio = f" ({row['seconds'] / wanted:.2f})" if wanted else ""
@@ -480,12 +477,14 @@ class Links:
         return pd.DataFrame(lines).fillna("")
 
     def agreement(self, within: float) -> str:
-        """Say how many measurements agree with the calculation, and which do not."""
+        """Say how many measurements agree with the calculation, and which do not, with the rate of a rank's
+        own link."""
         ratios = dict[str, float]()
         for row in self.rows:
             if row["mbit"] and row["way"] != "passes" and (wanted := self.calculate(row)):
                 net = f"{Net.of(row).parameters:,} parameters"
-                ratios[f"{row['way']} of {net} at {row['mbit']:,.0f}"] = row["seconds"] / wanted
+                own = f"{row['mbit'] / row['ranks']:,.0f} Mbit/s"
+                ratios[f"{row['way']} of {net} at {own}"] = row["seconds"] / wanted
         off = [f"{name} ({r:.2f})" for name, r in ratios.items() if abs(r - 1) > within]
         rest = f"; not: {', '.join(off)}" if off else ""
         return f"{len(ratios) - len(off)} of {len(ratios)} within {within:.0%}{rest}"
