@@ -49,9 +49,11 @@ test_samples = 500  # synthetic images to test on
 image_size = 16  # height and width in pixels, averaged from 32
 width = 8  # channels of the ResNet-8's first stage
 link_rates = [1, 10, 100]  # Mbit/s that a rank can send
-compared_network = "GPT"  # in the picture of loss and seconds: "GPT", "10 million" or "100 million"
+compared_network = (
+    "10 million"  # in the picture of loss and seconds: "GPT", "10 million" or "100 million"
+)
 compared_ranks = 2  # processes of that training
-compared_link = 50  # Mbit/s of each process's own link in that training, in each direction
+compared_link = 200  # Mbit/s of each process's own link in that training, in each direction
 seed = 0  # of the model and the batches
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -465,9 +467,10 @@ stage = million if compared_ranks < 5 else with_many
 choices = hook_choice.list_choices(
     stage, measured, networks[compared_network], compared_ranks, compared_link
 )
-fig, axes = plt.subplots(figsize=(7.2, 3.6))
+fig, axes = plt.subplots(figsize=(7.6, 3.4))
 hook_choice.draw_choices(axes, choices)
-axes.set_title(f"{compared_network}, {compared_ranks} processes, {compared_link:g} Mbit/s each")
+of = "" if compared_network == "GPT" else " parameters"
+axes.set_title(f"{compared_network}{of}, {compared_ranks} processes, {compared_link:g} Mbit/s each")
 lab.show_figures()
 
 # %% [markdown]

@@ -16,10 +16,16 @@ from tcs_lab.studies.frontier import Frontier, kind_of
 from tcs_lab.studies.links import Links, Net
 from tcs_lab.studies.optimizers import Setup
 from tcs_lab.tables.analysis import Estimate
-from tcs_lab.tables.figures import BLACK, BLUE, GREY, ORANGE, RED, label_points
+from tcs_lab.tables.figures import BLACK, BLUE, GREY, ORANGE, RED
 from tcs_lab.tables.tables import format_interval
 
-_DRAWN = {"dense": (BLACK, "o"), "PowerSGD": (ORANGE, "h"), "top-K": (RED, "^"), "TCS": (BLUE, "s")}
+# Colours, and markers of the first settings of a kind.
+_DRAWN = {
+    "dense": (BLACK, "o"),
+    "PowerSGD": (ORANGE, "h"),
+    "top-K": (RED, "^"),
+    "TCS": (BLUE, "sDv"),
+}
 
 
 @dataclass(frozen=True)
@@ -129,17 +135,22 @@ def tabulate_losses(frontier: Frontier) -> pd.DataFrame:
 def draw_choices(axes: Any, choices: Sequence[Choice]) -> None:
     """Draw the loss over the seconds per step, with 95 % intervals of the difference from dense training.
     Empty markers stand for calculated seconds."""
-    labels = []
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    markers = {kind: iter(marks) for kind, (_, marks) in _DRAWN.items()}
     for c in choices:
-        colour, marker = _DRAWN[c.kind]
+        colour = _DRAWN[c.kind][0]
         half = c.cost.half if c.kind != "dense" else 0.0
         axes.errorbar(
-            c.seconds, c.loss, yerr=half or None, color=colour, marker=marker, markersize=7,
-            markerfacecolor=colour if c.measured else "white", capsize=3, linestyle="none",
+            c.seconds, c.loss, yerr=half or None, color=colour, marker=next(markers[c.kind], "o"), markersize=8,
+            markerfacecolor=colour if c.measured else "white", capsize=3, linestyle="none", label=c.setup.scheme,
         )  # fmt: skip
-        labels.append((c.setup.scheme, c.seconds, c.loss, colour))
     dense = next((c for c in choices if c.kind == "dense"), None)
     if dense is not None:
         axes.axhline(dense.loss, color=GREY, linewidth=0.8, linestyle=":")
     axes.set(xscale="log", xlabel="seconds per step", ylabel="test loss, nats per character")
-    label_points(axes, labels)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    if choices:
+        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
