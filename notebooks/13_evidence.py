@@ -144,9 +144,8 @@ lines = [f"{row['first']} − {row['second']}, {claimed(row)}: {lab.format_estim
 picture = lab.save_figure(figure, folder / "intervals" if saves else None)
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-progress = ""
-if len(made) and made["made"].iloc[0] < made["planned"].iloc[0]:
-    progress += " Stage 1 is not complete, so every verdict is preliminary."
+preliminary = len(made) and made["made"].iloc[0] < made["planned"].iloc[0]
+progress = " Stage 1 is not complete, so every verdict is preliminary." if preliminary else ""
 kept, short = (judged.set_index("claim").loc[name] for name in ("parity", "x2000-parity"))
 controls = lab.ROOT / "params/controls_plan.yaml"
 answers = lab.control_answers(controls, results)

@@ -19,7 +19,7 @@ def main(steps: int, folder: Path, accumulate: int = 2) -> torch.nn.Module:
     torch.manual_seed(0)
     layers = torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)
     model = DistributedDataParallel(torch.nn.Sequential(*layers))
-    state = tcs.TCSState(phi_global=None, phi_local=0.01, start_iter=30, model=model)  # top-K 1 %
+    state = tcs.TCSState(start_iter=30, model=model)
     model.register_comm_hook(state, tcs.tcs_hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
