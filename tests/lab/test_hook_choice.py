@@ -27,6 +27,7 @@ def frontier():
         cost=lambda setup: estimate(LOSSES[setup.scheme] - 1.8, 0.005),
         against_power_sgd=lambda setup: estimate(LOSSES[setup.scheme] - 1.9, 0.005),
         bytes_per_step=lambda setup: 4000 if setup.scheme == "dense" else 40,
+        is_as_good=lambda setup: setup.scheme == "top-K 0.5 %",
     )  # fmt: skip
 
 
@@ -79,6 +80,7 @@ def test_tables_say_what_is_calculated(frontier, measured):
     losses = hook_choice.tabulate_losses(frontier).set_index("Setting")
     assert losses.at["top-K 0.5 %", "minus PowerSGD"] == "−0.050 (−0.055 to −0.045)"
     assert losses.at["dense", "Bytes per step"] == "100.0%"
+    assert losses["As good as PowerSGD"].tolist() == ["–", "–", "yes", "no"]
 
 
 def test_the_picture_has_a_point_for_each_choice(frontier, measured):

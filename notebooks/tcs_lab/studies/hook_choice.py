@@ -112,7 +112,8 @@ def tabulate_as_good(
 
 
 def tabulate_losses(frontier: Frontier) -> pd.DataFrame:
-    """Make a table of the settings of a frontier: bytes, loss, and differences from dense and PowerSGD."""
+    """Make a table of the settings of a frontier: bytes, loss, differences from dense and PowerSGD, and
+    whether a setting is as good as PowerSGD at no more bytes."""
     dense = frontier.bytes_per_step(Setup(frontier.stage.optimizers[0], "dense"))
     lines = []
     for setup in frontier.known:
@@ -128,8 +129,10 @@ def tabulate_losses(frontier: Frontier) -> pd.DataFrame:
             ("minus PowerSGD", frontier.against_power_sgd(setup)),
         ):
             line[name] = format_interval(gap.value, gap.low, gap.high, "{:+.3f}")
+        if kind_of(frontier.stage.schemes[setup.scheme]) in ("top-K", "TCS"):
+            line["As good as PowerSGD"] = "yes" if frontier.is_as_good(setup) else "no"
         lines.append(line)
-    return pd.DataFrame(lines)
+    return pd.DataFrame(lines).fillna("–")
 
 
 def draw_choices(axes: Any, choices: Sequence[Choice]) -> None:
