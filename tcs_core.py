@@ -597,8 +597,8 @@ def top_k_above(
     Give the floor with a similar vector, such as that of the next round. Magnitudes change slowly
     from round to round. Therefore few entries lie above the floor, and S_top is chosen exactly
     among these. If there are fewer than k of them, half of the floor is tried, and then 0, which
-    includes all entries. Without a floor (0.0), one is estimated from a sample if the vector is
-    long.
+    includes all entries. For a vector of more than a million entries, the given floor is not used:
+    there, an estimate from a sample costs little, and stays good when magnitudes change quickly.
 
     `among_K` (int64, ascending) are positions outside of which the vector is known to be 0. On a
     CPU, the other entries are then usually not read. Neither the floor nor a correct `among_K`
@@ -629,7 +629,7 @@ def top_k_above(
         if kth > 0:  # otherwise zeros are chosen, and the first zeros may lie outside among_K
             return torch.from_numpy(near[chosen]), floor
     excluded_D = None if taken_D is None else taken_D.numpy()
-    first = floor or _first_floor(values_D, k, excluded_D)
+    first = _sampled_floor(values_D, k, excluded_D) or floor
     for lowest in (first, first / 2, 0.0):
         near = _not_below(lowest, values_D, excluded_D)
         if len(near) >= k:
@@ -652,21 +652,19 @@ def _not_below(floor: float, values_D: np.ndarray, excluded_D: np.ndarray | None
     above = np.empty_like(below)
     for start in range(0, len(values_D), _PIECE):
         piece = values_D[start : start + _PIECE]
-        is_left_out = np.less(piece, floor, out=below[: len(piece)])
-        is_left_out &= np.greater(piece, -floor, out=above[: len(piece)])
-        if excluded_D is not None:
-            is_left_out |= excluded_D[start : start + _PIECE]
-        near = np.logical_not(is_left_out, out=is_left_out).nonzero()[0]
+        is_below = np.less(piece, floor, out=below[: len(piece)])
+        is_below &= np.greater(piece, -floor, out=above[: len(piece)])
+        near = np.logical_not(is_below, out=is_below).nonzero()[0]
         near += start
         found.append(near)
-    return found[0] if len(found) == 1 else np.concatenate(found)
+    near = found[0] if len(found) == 1 else np.concatenate(found)
+    return near if excluded_D is None else near[~excluded_D[near]]
 
 
-def _first_floor(values_D: np.ndarray, k: int, excluded_D: np.ndarray | None) -> float:
+def _sampled_floor(values_D: np.ndarray, k: int, excluded_D: np.ndarray | None) -> float:
     """Estimate a floor somewhat below the k-th largest magnitude, from a sample of a long vector.
 
-    Without a floor, every entry would be a candidate, which takes several times the vector's
-    memory.
+    Returns 0.0 for a vector of up to about a million entries.
     """
     step = len(values_D) >> 14 | 1
     if step < 64:
@@ -5136,14 +5134,10 @@ def _merged(shared_K: Tensor, explored: list[Tensor]) -> Tensor | None:
     """
     if not is_on_cpu(shared_K):
         return None
-    if not explored:
-        return shared_K
-    own_K = np.sort(
-        np.concatenate([positions_K.numpy() for positions_K in explored]), kind="stable"
-    )
-    own_K = own_K[np.diff(own_K, prepend=-1) > 0]  # several ranks may have sent the same position
-    places = np.searchsorted(shared_K.numpy(), own_K)
-    return torch.from_numpy(np.insert(shared_K.numpy(), places, own_K))
+    # A stable sort is fast here, because it merges runs that are already ascending.
+    all_K = np.sort(np.concatenate([part.numpy() for part in (shared_K, *explored)]), kind="stable")
+    # Several ranks may have sent the same position.
+    return torch.from_numpy(all_K[np.diff(all_K, prepend=-1) > 0])
 
 
 def _parameters_at(positions_K: Tensor, sizes: list[int]) -> Tensor:

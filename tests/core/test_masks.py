@@ -228,3 +228,27 @@ def test_what_is_excluded_and_what_is_known_to_be_zero_are_not_given_together():
     vector_D, some_K = torch.randn(10), torch.arange(5)
     with pytest.raises(ValueError, match="among_K"):
         tcs.top_k_above(0.0, vector_D, 2, excluded=some_K, among_K=some_K)
+
+
+@pytest.mark.parametrize(
+    "kind", ["steep", "ties", "few that are not 0", "all 0", "no sampled entry is large", "an infinity"]
+)  # fmt: skip
+def test_of_a_long_vector_a_sample_that_misleads_changes_nothing(kind):
+    """Every 67th entry is the sample from which the floor is estimated."""
+    generator = torch.Generator().manual_seed(5)
+    dimension, k = 1_100_003, 1000
+    vector_D = torch.randn(dimension, generator=generator)
+    vector_D = {
+        "steep": vector_D**7, "ties": vector_D.round(), "all 0": vector_D * 0,
+        "few that are not 0": vector_D * (torch.rand(dimension, generator=generator) < 1e-4),
+        "no sampled entry is large": vector_D.index_fill(0, torch.arange(0, dimension, 67), 1e-9),
+        "an infinity": vector_D.index_fill(0, torch.tensor([dimension - 1]), math.inf),
+    }[kind]  # fmt: skip
+    excluded_D = torch.rand(dimension, generator=generator) < 0.01
+    sizes_D = vector_D.abs().masked_fill(excluded_D, -1.0)
+    expected_K = sizes_D.sort(descending=True, stable=True).indices[:k].sort().values
+    for floor in (0.0, 1e30):
+        assert torch.equal(tcs.top_k_above(floor, vector_D, k, excluded_D)[0], expected_K)
+    vector_D[excluded_D.logical_not().nonzero()[1, 0]] = math.nan  # outside of the sample
+    with pytest.raises(ValueError, match="NaN"):
+        tcs.top_k_above(0.0, vector_D, k, excluded_D)
