@@ -93,7 +93,6 @@ import struct
 import sys
 import warnings
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -115,10 +114,11 @@ __all__ = [  # noqa: RUF022
     "NotFiniteError", "Phase", "RandK", "Scheme", "Server", "TCS", "TCSState", "TopK", "Traffic",
     "Wire",
     "bit_budget", "build_model", "cross_entropy", "decode_message", "decode_positions",
-    "encode_message", "encode_positions", "fractional_dequantize", "fractional_quantize", "kept",
+    "encode_message", "encode_positions", "estimate_floor", "fractional_dequantize",
+    "fractional_quantize", "kept",
     "layer_sizes", "layerwise_top_k_positions", "mask_to_positions", "message_bits",
     "positions_to_mask", "random_positions", "register_quantizer", "register_scheme",
-    "register_suffix", "resnet18", "scaled_sign", "tcs_hook", "top_k_above", "top_k_mask",
+    "register_suffix", "resnet18", "scaled_sign", "tcs_hook", "top_k_mask",
     "top_k_positions", "unchanged",
 ]  # fmt: skip
 
@@ -574,72 +574,58 @@ def kept(phi: float, dimension: int) -> int:
     return max(1, math.ceil(round(_number(phi) * _number(dimension), 9)))
 
 
-def top_k_positions(vector_D: Tensor, k: int, excluded: Tensor | None = None) -> Tensor:
+def top_k_positions(
+    vector_D: Tensor, k: int, excluded: Tensor | None = None, among_K: Tensor | None = None
+) -> Tensor:
     """Return the positions of the k entries of largest magnitude (S_top), int64 (k,), ascending.
 
     Of equal magnitudes, the entry with the lower index is chosen. Entries in `excluded`, a (D,)
-    mask or positions, are never chosen. Raises ValueError if k is not between 0 and the number of
-    entries that are not excluded, or if an entry that may be chosen is NaN.
+    mask or positions, are never chosen. `among_K` (int64, ascending) are positions outside of which
+    the vector is known to be 0. On a CPU, the other entries are then usually not read.
+
+    Raises ValueError if k is not between 0 and the number of entries that are not excluded, if an
+    entry that may be chosen is NaN, or if both `excluded` and `among_K` are given.
+
+    For float32 on a CPU, a magnitude below the k-th largest, the floor, is estimated from a sample.
+    Few entries reach it, and S_top is chosen exactly among these. If fewer than k entries reach it,
+    half of the floor is tried, and then 0, which includes all entries. So the estimate never
+    changes the result.
 
     On a GPU, reading a value on the host means waiting for it. There, values are not checked:
     numbers are assumed to be finite, and a mask is assumed to leave at least k entries.
     """
-    return top_k_above(0.0, vector_D, _number(k), excluded)[0]
-
-
-def top_k_above(
-    floor: float, vector_D: Tensor, k: int, excluded: Tensor | None = None,
-    among_K: Tensor | None = None,
-) -> tuple[Tensor, float]:  # fmt: skip
-    """Return what `top_k_positions` returns, and a floor, which is a magnitude slightly below the
-    k-th largest. It makes the next call faster.
-
-    Give the floor with a similar vector, such as that of the next round. Magnitudes change slowly
-    from round to round. Therefore few entries lie above the floor, and S_top is chosen exactly
-    among these. If there are fewer than k of them, half of the floor is tried, and then 0, which
-    includes all entries. For a vector of more than a million entries, the given floor is not used:
-    there, an estimate from a sample costs little, and stays good when magnitudes change quickly.
-
-    `among_K` (int64, ascending) are positions outside of which the vector is known to be 0. On a
-    CPU, the other entries are then usually not read. Neither the floor nor a correct `among_K`
-    changes the result. Raises ValueError as `top_k_positions` does, and for `among_K` together with
-    `excluded`.
-
-    The floor is used only for float32 on a CPU. Otherwise `topk` chooses among all entries, and the
-    floor is returned unchanged.
-    """
     if among_K is not None and excluded is not None:
         raise ValueError("among_K: got one together with excluded, allowed: only one of the two")
-    numbers_D = vector_D.detach()
+    k, numbers_D = _number(k), vector_D.detach()
     taken_D = None if excluded is None else _as_mask(excluded, numbers_D)
     if k <= 0 or not len(numbers_D):
         _check_k(k, len(numbers_D))
-        return torch.empty(0, dtype=torch.int64, device=numbers_D.device), floor
+        return torch.empty(0, dtype=torch.int64, device=numbers_D.device)
     if not is_on_cpu(numbers_D) or numbers_D.dtype != torch.float32:
         magnitudes_D, eligible = numbers_D.abs(), len(numbers_D)
         if taken_D is not None:
             magnitudes_D.masked_fill_(taken_D, -1.0)
             eligible -= int(taken_D.sum()) if is_on_cpu(taken_D) else 0
         _check_k(k, eligible)
-        return _largest_by_topk(magnitudes_D.unsqueeze(0), k)[0], floor
+        return _largest_by_topk(magnitudes_D.unsqueeze(0), k)[0]
     values_D = numbers_D.numpy()
     if among_K is not None and len(among_K) >= k:
         near = among_K.numpy()
         chosen, kth = _largest_by_numpy(abs(values_D[near]), k)
         if kth > 0:  # otherwise zeros are chosen, and the first zeros may lie outside among_K
-            return torch.from_numpy(near[chosen]), floor
+            return torch.from_numpy(near[chosen])
     excluded_D = None if taken_D is None else taken_D.numpy()
-    first = _sampled_floor(values_D, k, excluded_D) or floor
-    for lowest in (first, first / 2, 0.0):
+    floor = estimate_floor(values_D, k, excluded_D)
+    for lowest in (floor, floor / 2, 0.0):
         near = _not_below(lowest, values_D, excluded_D)
         if len(near) >= k:
             break
     _check_k(k, len(near))
-    chosen, kth = _largest_by_numpy(abs(values_D[near]), k)
-    return torch.from_numpy(near[chosen]), 0.85 * kth
+    return torch.from_numpy(near[_largest_by_numpy(abs(values_D[near]), k)[0]])
 
 
 _PIECE = 1 << 17  # this many entries fit the cache of a CPU core
+_LEAST = 2.0**-149  # the least float32 number above 0
 
 
 def _not_below(floor: float, values_D: np.ndarray, excluded_D: np.ndarray | None) -> np.ndarray:
@@ -661,21 +647,23 @@ def _not_below(floor: float, values_D: np.ndarray, excluded_D: np.ndarray | None
     return near if excluded_D is None else near[~excluded_D[near]]
 
 
-def _sampled_floor(values_D: np.ndarray, k: int, excluded_D: np.ndarray | None) -> float:
-    """Estimate a floor somewhat below the k-th largest magnitude, from a sample of a long vector.
+def estimate_floor(values_D: np.ndarray, k: int, excluded_D: np.ndarray | None = None) -> float:
+    """Estimate a magnitude somewhat below the k-th largest from a sample of some 4,000 entries.
 
-    Returns 0.0 for a vector of up to about a million entries.
+    The sample consists of every n-th entry, so about k/n of the k largest are among them. A margin
+    of one fifth and four standard deviations is added to this number. For a short vector, or if the
+    sample does not tell, returns the least number above 0, which excludes only entries that are 0.
     """
-    step = len(values_D) >> 14 | 1
-    if step < 64:
-        return 0.0
+    step = len(values_D) >> 12 | 1
+    if step < 4:
+        return _LEAST
     sample = abs(values_D[::step])
     if excluded_D is not None:
         sample = sample[~excluded_D[::step]]
     wanted = int(1.2 * k / step + 4 * math.sqrt(k / step)) + 1
     if wanted >= len(sample):
-        return 0.0
-    return float(np.partition(sample, len(sample) - wanted)[len(sample) - wanted])
+        return _LEAST
+    return float(np.partition(sample, len(sample) - wanted)[len(sample) - wanted]) or _LEAST
 
 
 def is_on_cpu(tensor: Tensor) -> bool:
@@ -1596,9 +1584,6 @@ class MaskRule:
         self.device, self.seed = device, seed
         self.dimension = sum(layer_sizes)
         self._set_sizes()
-        # By kind of vector: see `select`. Clients that share a `Known` share these numbers. They
-        # change how fast a mask is found, but never which.
-        self._floors: dict[str, float] = defaultdict(float)
 
     def _set_sizes(self) -> None:
         """Set the sizes of the shared mask and of a client's own mask in this round."""
@@ -1651,7 +1636,7 @@ class MaskRule:
         Here these are S_top of the remaining entries, line 10. Do not change `intended_D` or
         `shared_D`, which are used again afterwards.
         """
-        return self.select(intended_D, k, self.scheme.phi_min_local, shared_D, "own")
+        return self.select(intended_D, k, self.scheme.phi_min_local, shared_D)
 
     def observe(self, update_D: Tensor) -> None:
         """Use the average update (D,) of a round that ends, for instance to choose the next shared
@@ -1663,22 +1648,17 @@ class MaskRule:
 
     def select(
         self, vector_D: Tensor, k: int, phi_min: float | None, excluded_D: Tensor | None = None,
-        whose: str = "shared", among_K: Tensor | None = None,
+        among_K: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return S_top of a vector outside the mask `excluded_D` (D,), as positions int64 (k,).
 
-        If `phi_min` is given, the choice is layer-wise fair. Two things make the call faster. The
-        first is the floor of the last call with the same `whose`, a name for a kind of vector (see
-        `top_k_above`). The second is `among_K`: ascending positions outside of which the vector is
-        0. It must not be combined with `excluded_D` (see `top_k_above`).
+        If `phi_min` is given, the choice is layer-wise fair. For `among_K` see `top_k_positions`.
         """
         if k == 0:
             return torch.empty(0, dtype=torch.int64, device=vector_D.device)
         if phi_min is not None:
             return layerwise_top_k_positions(vector_D, k, self.layer_sizes, phi_min, excluded_D)
-        floor = self._floors[whose]
-        chosen_K, self._floors[whose] = top_k_above(floor, vector_D, k, excluded_D, among_K)
-        return chosen_K
+        return top_k_positions(vector_D, k, excluded_D, among_K)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the attributes that `keeps` names."""
@@ -1788,7 +1768,7 @@ class TCS(MaskRule):
         last_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
         last_D[self.positions] = magnitudes_K
         fair = self.scheme.phi_min_global
-        self.positions = self.select(last_D, self.k_global, fair, None, "last")
+        self.positions = self.select(last_D, self.k_global, fair)
         self.magnitudes_K = last_D[self.positions] if self.mask_factor != 1 else None
 
     def observe(self, update_D: Tensor) -> None:
@@ -5259,12 +5239,12 @@ def check_same_scheme(key: str, given: Any, like: Scheme) -> None:
 _SUCCESSORS = {
     "Agreement": "Known", "Arrival": "Link.to_server", "ByteLink": "Link(unchanged)",
     "Checks": "Known.require_finite", "Code": "BlockCode", "DOWNLINKS": "Server.downlink",
-    "Hub": "Server", "RULE_PARTS": "SHARED_FROM", "Selection": "top_k_above",
+    "Hub": "Server", "RULE_PARTS": "SHARED_FROM", "Selection": "top_k_positions",
     "SIDES": "MaskRule.client_type and server_type", "Sent": "InFlight", "Side": "Client",
     "Size": "bytes_of", "may_look": "is_on_cpu", "register_code": "CODES[name] = BlockCode()",
     "register_downlink": "Server.downlink",
     "register_part": "SHARED_FROM[name] = a subclass of TCS",
-    "register_sides": "MaskRule.client_type and server_type",
+    "register_sides": "MaskRule.client_type and server_type", "top_k_above": "top_k_positions",
 }  # fmt: skip
 
 

@@ -131,8 +131,7 @@ def whole_state(*objects):
         if id(one) in seen:
             return seen[id(one)]
         seen[id(one)] = type(one).__name__
-        kept = {key: value for key, value in vars(one).items() if key != "_floors"}
-        return {key: by_value(value) for key, value in kept.items()}
+        return {key: by_value(value) for key, value in vars(one).items()}
 
     return [by_value(one) for one in objects]
 

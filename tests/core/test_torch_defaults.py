@@ -104,7 +104,7 @@ def parts(values_D, mask_D, positions_K):
         tcs.top_k_positions(values_D, 20, mask_D), tcs.top_k_positions(values_D, 9, positions_K),
         tcs.layerwise_top_k_positions(values_D, 20, sizes, 0.02, mask_D),
         tcs.layerwise_top_k_positions(values_D, 3, sizes, 0.1),
-        tcs.top_k_above(0.5, values_D, 20, mask_D)[0], tcs.random_positions(7, 200, 1, 2),
+        tcs.random_positions(7, 200, 1, 2),
         tcs.positions_to_mask(positions_K, 200), tcs.mask_to_positions(mask_D),
         tcs.scaled_sign(values_D),
     ]  # fmt: skip

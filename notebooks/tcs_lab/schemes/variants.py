@@ -180,7 +180,7 @@ class FromWeights(TCS):
                 "Federation, or known.begin(theta_D=...) before each round"
             )
         fair = self.scheme.phi_min_global
-        return self.select(self._theta_D, self.k_global, fair, None, "weights")
+        return self.select(self._theta_D, self.k_global, fair)
 
 
 SHARED_FROM.update(random=FromSeed, stale=FromOlderUpdate, weights=FromWeights)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tcs_core
-from tcs_core import TCS, Known, is_on_cpu, top_k_above
+from tcs_core import TCS, Known, is_on_cpu, top_k_positions
 
 Row = dict[str, Any]  # the row of a record for one epoch
 
@@ -41,7 +41,6 @@ class UpdateWatch:
         self.before_K = torch.arange(-self.k, 0, device=device)
         self.before_L = torch.zeros_like(self.sizes_L)  # how many of these are in each layer
         self.counts: list[Tensor] = []  # (2,) for each round
-        self.floor = 0.0  # the least magnitude of the last selection
 
     def begin(self) -> None:
         """Begin an epoch."""
@@ -55,7 +54,7 @@ class UpdateWatch:
         """Return how many entries an update (D,) shares with the one before, and how many it would by
         chance: (2,) float64. The first update shares none. A GPU is not waited for, and the results of
         the last call are kept in the same tensors."""
-        now_K, self.floor = top_k_above(self.floor, update_D, self.k)
+        now_K = top_k_positions(update_D, self.k)
         now_L = torch.searchsorted(now_K, self.ends_L).diff(prepend=self.ends_L.new_zeros(1))
         shared = count_common(self.before_K, now_K)
         chance = (self.before_L * now_L / self.sizes_L).sum()
