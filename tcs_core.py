@@ -49,27 +49,27 @@ Differences from the paper
         scheme's `dense_warmup` is False.
      4. Error accumulation keeps the quantization error, too, so that sent + errors == intended.
         Without quantization this holds exactly in float32. With quantization it holds exactly if
-        sigma (see 7) is at least 1/2, by Sterbenz's lemma. For smaller sigma it holds up to one
-        rounding of the subtraction. Errors are in units of the model difference, as in the paper's
-        text. In the authors' published code they are in units of gradients; error_unit "gradient"
-        selects this. With global momentum clients send sums of gradients, and errors are in units
-        of these.
+        every value is at most twice its quantized value and at least half of it (Sterbenz's lemma).
+        This is so if sigma, the ratio of neighbouring interval edges in 7, is at least 1/2. For
+        smaller sigma it holds up to one rounding of the subtraction. Errors are in units of the
+        model difference, as in the paper's text. In the authors' published code they are in units
+        of gradients; error_unit "gradient" selects this. With global momentum clients send sums of
+        gradients, and errors are in units of these.
      5. Global momentum follows the paper's text, w <- beta w + g, theta <- theta - eta w. (The
         algorithm box puts beta on the wrong term, and the text has a plus before eta.) A round ends
         with the server's step, at this round's learning rate. In the paper's algorithm boxes, the
         next round begins with this step.
      6. The paper writes phi^max with ">=" in its condition for layer-wise fairness. We read it as
         phi^min, the smallest fraction that is kept of each layer. A layer is one parameter tensor.
-        The mask always has K entries: if the layers' minimum numbers add up to more than K, only
-        the K largest of their entries are kept.
+        The mask always has K entries. If the layers' minimum numbers add up to more than K, only
+        the K largest of the entries that fill these minimums are kept.
      7. The P intervals of fractional quantization are (sigma^p u_max, sigma^(p-1) u_max] with sigma
         = (u_min / u_max)^(1/P). The last one includes u_min, the smallest magnitude that is NOT
         ZERO. Zeros get the last interval's code and are left out of its mean. All values of a
         message, on the shared mask and on the client's own mask, are quantized together.
      8. The position code divides the D entries into blocks. In the paper, a block has 1/phi
-        entries. There, a position takes ceil(log2(1/phi)) bits, and up to one of them is wasted.
-        Here the number of entries is a power of two near 1/phi, namely the one that makes the code
-        shortest.
+        entries. There, a position takes log2(1/phi) bits, rounded up to a whole number. Here the
+        number of entries is a power of two near 1/phi, namely the one that makes the code shortest.
      9. Batch norm's running statistics never influence training. After a round the module has the
         clients' average. (The authors evaluate with the test batch's statistics.)
     10. Weight decay is part of every local gradient.
@@ -242,9 +242,9 @@ class Scheme:
         with `register_scheme`) and any suffixes in `SUFFIXES` that make sense with it and with each
         other. `changes` replaces fields.
 
-        Raises ValueError for an unknown name, a suffix that makes no sense, a change that
-        contradicts the name, or a phi for a mask that a family of the paper does not have (such as
-        phi_global for top-K).
+        Raises ValueError for an unknown name, a suffix that makes no sense, or a change that
+        contradicts the name. A scheme of the paper also refuses a phi for a mask that it does not
+        have, such as phi_global for top-K.
         """
         family, parts = _split_name(name)
         changes = {field: _number(value) for field, value in changes.items()}
@@ -347,9 +347,9 @@ class Suffix(NamedTuple):
     `pattern` is a regular expression, in lower case and without the dash. If it has a group, the
     group matches a number. `change(fields, number)` returns the fields of Scheme that the suffix
     sets. `needs` lists what the scheme must have: "own" (masks of the clients' own), "shared" (a
-    shared mask), "masks" (any masks) or "S_top" (masks chosen by S_top). "any scheme" also allows
-    centralized training. A suffix with `last` changes what other suffixes have set, and is applied
-    after them.
+    shared mask), "masks" (any masks) or "S_top" (masks chosen by S_top). Centralized training
+    refuses a suffix unless "any scheme" is among its needs. A suffix with `last` changes what other
+    suffixes have set, and is applied after them.
     """
 
     form: str
@@ -586,10 +586,10 @@ def top_k_positions(
     Raises ValueError if k is not between 0 and the number of entries that are not excluded, if an
     entry that may be chosen is NaN, or if both `excluded` and `among_K` are given.
 
-    For float32 on a CPU, a magnitude below the k-th largest, the floor, is estimated from a sample.
-    Few entries reach it, and S_top is chosen exactly among these. If fewer than k entries reach it,
-    half of the floor is tried, and then 0, which includes all entries. So the estimate never
-    changes the result.
+    For float32 on a CPU, a threshold somewhat below the k-th largest magnitude is estimated from a
+    sample. We call it the floor. Few entries reach it, and S_top is chosen exactly among these. If
+    fewer than k entries reach it, half of the floor is tried, and then 0, which includes all
+    entries. So the estimate never changes the result.
 
     On a GPU, reading a value on the host means waiting for it. There, values are not checked:
     numbers are assumed to be finite, and a mask is assumed to leave at least k entries.
@@ -650,9 +650,10 @@ def _not_below(floor: float, values_D: np.ndarray, excluded_D: np.ndarray | None
 def estimate_floor(values_D: np.ndarray, k: int, excluded_D: np.ndarray | None = None) -> float:
     """Estimate a magnitude somewhat below the k-th largest from a sample of some 4,000 entries.
 
-    The sample consists of every n-th entry, so about k/n of the k largest are among them. A margin
-    of one fifth and four standard deviations is added to this number. For a short vector, or if the
-    sample does not tell, returns the least number above 0, which excludes only entries that are 0.
+    The sample consists of every n-th entry, so about k/n of the k largest are in it. The floor is
+    the m-th largest magnitude of the sample. To be safe, m is k/n, a fifth more, and four standard
+    deviations of how many of the k largest are in a sample. For a short vector, or if the sample
+    does not tell, returns the least number above 0, which excludes only entries that are 0.
     """
     step = len(values_D) >> 12 | 1
     if step < 4:
@@ -796,8 +797,8 @@ def layerwise_top_k_positions(
 
     From every layer l, which has d_l entries, the ceil(phi_min * d_l) largest are chosen, or all
     that are not excluded if there are fewer. The remaining entries, up to k in all, are the largest
-    of the other entries. If the layers' entries are more than k, only the k largest of these are
-    chosen.
+    of the other entries. If the entries that fill the layers' minimums are already more than k,
+    only the k largest of them are kept.
 
     Raises ValueError for sizes or a k that do not fit, or if an entry that may be chosen is NaN. On
     a GPU the host waits for these checks.
@@ -878,7 +879,8 @@ def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
 
     `positions_K` must be int64, 0-based, strictly ascending and below `dimension`. `block` is the
     number of entries per block. Each position takes 1 + width bits: a "1", and its offset inside
-    the block in `width` bits. Each block ends with a "0". Position number i, in block b, therefore
+    the block in `width` bits. Each block ends with a "0". If all positions and all blocks are
+    counted from 0, there are i positions and b block ends before position i in block b, so its code
     begins at bit i * (1 + width) + b. Raises ValueError for positions out of range or out of order.
     """
     dimension, block = _check_code(dimension, block)
@@ -919,9 +921,9 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
     """Decode positions from bits, Alg. 4: int64 (K,), ascending.
 
     `bits` must be a uint8 tensor of 0 and 1, exactly one code long. Alg. 4 reads bit by bit. Here a
-    loop finds only the "1" with which each entry begins, and the offsets inside the blocks are then
-    read for all entries at once. Raises ValueError for anything that is not the code of some set of
-    positions.
+    loop only looks for the places at which encoded positions begin, each with a "1". The offsets of
+    all positions are then read at once. Raises ValueError for anything that is not the code of some
+    set of positions.
     """
     dimension, block = _check_code(dimension, block)
     if bits.dim() != 1 or bits.dtype != torch.uint8 or (bits > 1).any():
@@ -1567,8 +1569,8 @@ class MaskRule:
 
     `round` is the number of the round that began last. In that round all masks are `mask_factor`
     times as large as usual. The factor is always 1 if the scheme's `warmup_masks` is 1, its
-    default. `begin` sets it, and with it the sizes `k_global` and `k_local`, so an override of
-    `begin` has to call `super().begin(theta_D, mask_factor)`.
+    default. `begin` sets `mask_factor` and, from it, the sizes `k_global` and `k_local`. An
+    override of `begin` therefore has to call `super().begin(theta_D, mask_factor)`.
     """
 
     keeps: tuple[str, ...] = ()
@@ -1711,8 +1713,9 @@ def names_to_keep(kept: Any) -> list[str]:
 class Dense(MaskRule):
     """Send every entry (FedAvg).
 
-    With -Q<bits>, values are quantized, and the shared mask is the whole vector. Then `Known.dense`
-    is False, because a dense round sends each value in 32 bits.
+    With -Q<bits>, values are quantized, and the shared mask is the whole vector. Such a round does
+    not count as dense (`Known.dense` is False), because in a dense round each value is sent in 32
+    bits.
     """
 
     def shared_mask(self) -> Tensor:
@@ -1774,8 +1777,8 @@ class TCS(MaskRule):
     def observe(self, update_D: Tensor) -> None:
         """Choose the next round's shared mask: S_top of the update (D,), line 5.
 
-        An update that is all zero keeps the mask. (On a GPU it does so only if there is a mask of
-        this size already.)
+        An update that is all zero keeps the mask. On a GPU, the old mask is kept only if it already
+        has the size of the new one.
         """
         if not self.k_global:
             return
@@ -2355,7 +2358,8 @@ class Client:
         return self.in_flight is not None and self.in_flight.round == round
 
     def withdraw(self, delta_D: Tensor) -> None:
-        """Subtract `delta_D` from the errors again, for a round that all participants discard.
+        """Undo what `send` added to the errors: subtract `delta_D` from them. This is for a round
+        that all participants discard.
 
         Give the vector that `send` was called with. If nothing was subtracted from the errors since
         then, they return to their values before `send`, except for rounding. The message in flight
@@ -2499,7 +2503,8 @@ class Downlink(Client):
     def own_positions(self, intended_D: Tensor) -> Tensor:
         """Return the positions outside the shared mask that the server sends.
 
-        With `phi_down`, these are k_global more in a round without a shared mask.
+        With `phi_down`, their number follows from it. In a round without a shared mask, there are
+        k_global more, as many as the shared mask would have.
         """
         known, phi_down = self.known, self.known.scheme.phi_down
         if phi_down is None:
@@ -3211,8 +3216,8 @@ class Federation:
     losses_N = property(lambda self: self.trainer.losses_N)
 
     def round(self, clients: Iterable[int] | None = None) -> Tensor:
-        """Do one round with all clients, or with these, and return the update_D (D,) that the
-        server sent.
+        """Do one round and return the update_D (D,) that the server sent. All clients take part, or
+        those that are given.
 
         A round can fail, for instance if a gradient is NaN, a feed ends or the user presses Ctrl-C.
         Then no client's message counts: theta, momentum, running statistics and masks stay the
@@ -3221,9 +3226,9 @@ class Federation:
         names the client and the round. If a client's difference was not finite, its local optimizer
         is replaced by a new one.
 
-        An exception after the exchange, while theta is updated (by Ctrl-C or in a
-        `server_optimizer`), cannot be undone in this way. Then every later call raises until a
-        state is loaded.
+        After the exchange, theta is updated. An exception during this, for instance from Ctrl-C or
+        from a `server_optimizer`, cannot be undone in this way. Then every later call raises until
+        a state is loaded.
         """
         chosen = self.compressor.check_clients(clients)
         self._check_usable("round")
@@ -3953,8 +3958,9 @@ class Feed:
     `generator` of the loader and those of its samplers are seeded, too. Before that, `set_epoch` is
     called with the number of the pass, counted from 0, on everything that has such a method: the
     iterable, its data set, its samplers, and the objects that these contain. (If several clients
-    share a data set, each of them calls it.) Random numbers that are drawn later in a pass, as for
-    a shuffle buffer, or by numpy, differ after a resume.
+    share a data set, each of them calls it.) Two kinds of random numbers are not repeated after a
+    resume: those that are drawn later in a pass, such as for a shuffle buffer, and those that are
+    drawn by numpy.
 
     Your own feed class needs `clients`, the number of clients, and `batch(n, round, tau)`. It may
     have `state_dict`, `check_state` and `load_state_dict`, for states of a `Federation`.
@@ -4370,10 +4376,10 @@ class TCSState:
        default, 0, changes nothing.) Each rank then adds its gradient to `momentum` times what it
        has accumulated so far. This sum takes the gradient's place in all steps. What a rank has
        sent is set to 0 in its accumulated momentum; otherwise it would push the parameter on in an
-       outdated direction. If all entries are sent, nothing accumulates after the dense steps. This
-       is momentum correction and momentum factor masking of Deep Gradient Compression (Lin et al.,
-       2018). It costs one float32 copy of the gradients. It is not for Adam or AdamW, which would
-       average over the steps a second time, with beta_1.
+       outdated direction. (So if all entries are sent, there is no momentum after the dense steps.)
+       This is momentum correction and momentum factor masking of Deep Gradient Compression (Lin et
+       al., 2018). It costs one float32 copy of the gradients. It is not for Adam or AdamW, which
+       would average over the steps a second time, with beta_1.
 
     Each backward pass is a step. What it does not send stays in the errors and is sent in later
     steps, even if you discard the gradients. Therefore run a pass whose gradients no optimizer will
@@ -4381,8 +4387,9 @@ class TCSState:
     first of sharpness-aware minimization's two passes, and a pass that only inspects gradients. If
     gradients are accumulated over several passes, run all passes but the last one under
     `model.no_sync()`. If you skip a step because of the values of its averaged gradients, take it
-    back with `undo`. With `error_accumulation`, the state warns once when it sees a second backward
-    pass with the same parameters after a sparse one.
+    back with `undo`. With `error_accumulation`, the state warns once if no optimizer step followed
+    a sparse backward pass. It notices this when the next backward pass finds the parameters
+    unchanged.
 
     Masks are chosen per bucket, so that buckets are sent while the backward pass is still running.
     If `bucket_cap_mb` is large enough for the whole model, there is one bucket, and the selection
@@ -4396,8 +4403,8 @@ class TCSState:
 
     Each rank saves its own `state_dict` between two steps, and loads it into a new state with the
     same settings. All errors, that is, everything that was not sent yet, are kept in this way. If
-    the state was saved by another rank, or with another number of ranks, only its masks can be
-    loaded: see `load_state_dict`.
+    the state was saved by another rank, or with another number of ranks, its masks and counters can
+    be loaded, but not its errors: see `load_state_dict`.
 
     A resumed run can differ slightly from one without a stop. DDP rebuilds its buckets after its
     first step, so the first step after loading may choose masks within other buckets, or meet the
@@ -4411,10 +4418,11 @@ class TCSState:
     If a gradient is not finite on some rank, the bucket's gradient becomes NaN on all ranks, so
     that every GradScaler skips the step. Errors, mask and momentum then stay the same, except for
     rounding. DDP does not give the average to parameters that no rank has used, so what was sent
-    for them stays in the errors, and their momentum stays the same. (In a dense step, the momentum
-    of such a parameter decays.) A parameter counts as unused if its gradient was 0 everywhere.
-    Errors and momentum are in the units of the gradients that DDP passes to the hook. When a
-    GradScaler changes its scale, they are not converted to the new scale.
+    for them has no effect. It is therefore not subtracted from the errors, and their momentum stays
+    the same. (In a dense step, the momentum of such a parameter decays.) A parameter counts as
+    unused if its gradient was 0 everywhere. Errors and momentum are in the units of the gradients
+    that DDP passes to the hook. When a GradScaler changes its scale, they are not converted to the
+    new scale.
 
     Raises ValueError for a fraction, a start_iter or a momentum that is not allowed, for a group
     that this rank is not in, or for a model that is not a DistributedDataParallel or has another
@@ -4785,7 +4793,7 @@ _THROWN_AWAY = (
 
 
 class Before(NamedTuple):
-    """The values from before step `iter` of everything that the step changes."""
+    """A backup for `undo`: the values that everything had before step `iter`."""
 
     iter: int
     round: int
