@@ -153,9 +153,10 @@ panels[0].set_ylabel(f"{len(rows)} of the positions in these masks")
 lab.show_figures()
 
 # %% [markdown]
-# The picture shows the last rounds, and a sample of the positions that are in these masks at least once in them. Each row is one position,
-# that is, one of the $D$ entries of the update, and each column is one round. A cell is dark if, in that round, the entry is in the mask of
-# the $K = K_{global}$ largest entries. A section below looks for the reason why entries leave the mask of TCS so soon.
+# The picture shows the last rounds of the training, and a random sample of the positions that are in the mask in at least one of these
+# rounds. Each row is one position, that is, one of the $D$ entries of the update, and each column is one round. A cell is dark if, in that
+# round, the entry is in the mask of the $K = K_{global}$ largest entries. A section below looks for the reason why entries leave the mask
+# of TCS so soon.
 #
 # ## One round in a picture
 #
@@ -293,10 +294,11 @@ for number in range(2, 11):
 # %% [markdown]
 # In round 3, client 0 finds position 7 with its own mask. From the next round on position 7 is in the shared mask, where its position need
 # not be sent, and position 4 has left that mask. From then on, each client's own mask chooses the entry outside the shared mask where the
-# difference plus the accumulated error is largest. Most of the time this is position 4, but sometimes it is another one, where small
-# differences have added up over the rounds. In round 8, the accumulated values at position 4 become larger than the entry at position 1, so
-# position 1 leaves the shared mask for one round. The `assert` checks that nothing is lost: what the clients intended to send equals what
-# was sent plus the accumulated errors.
+# difference plus the accumulated error is largest. Most of the time this is position 4. In rounds 7 and 10 it is another one, where small
+# differences have added up over the rounds. In round 7, nothing is sent at position 4, so in round 8 each client sends two differences at
+# once there. Their sum is larger than the entry at position 1. Therefore, in round 9, position 4 is in the shared mask instead of position
+# 1, and in round 10, position 1 is back. The `assert` checks that nothing is lost: what the clients intended to send equals what was sent
+# plus the accumulated errors.
 #
 # ## Without a local mask nothing ever moves
 #
@@ -462,9 +464,9 @@ table = pd.DataFrame({
 display(Markdown(lab.markdown(table)))
 
 # %% [markdown]
-# In this table, *mask* always means the $K_{global}$ largest entries of the update. Without the local mask, only the positions that are
-# largest at the end of the *warm-up* (the dense rounds at the beginning) can change afterwards. Without error accumulation, the clients
-# explore, but what they do not send is lost.
+# In this table, *mask* always means the $K_{global}$ largest entries of the update. Without the local mask, the mask stays as it is at the
+# end of the *warm-up* (the dense rounds at the beginning). Afterwards, only the parameters at its positions are trained. Without error
+# accumulation, the clients explore, but what they do not send is lost.
 #
 # TCS scores below dense training here. One reason may be that this training is very short.
 #
@@ -483,7 +485,7 @@ for name in ("dense (FedAvg)", "no error accumulation", "TCS"):
 # Without error accumulation, the mask changes more slowly. So the accumulated errors may be the reason for the fast changes. The paper says
 # that positions can become important for a time because errors accumulate there. Our explanation goes on from this: an entry enters the
 # mask when one client sends the error that it has accumulated there. In the next round, *all* clients send their accumulated errors for
-# this entry, which keeps it large for one more round. Then it has no accumulated errors left, and drops out.
+# this entry, which can keep it large for one more round. Then it has no accumulated errors left, and drops out.
 #
 # To check this, we start TCS once more and observe it for two epochs. We compare the accumulated errors at an entry with the
 # clients' differences of the current round:
@@ -585,7 +587,7 @@ best = "where θ moved farthest"
 as_well = lab.judge_mean(-behind[best][0], behind[best][1])  # whether TCS's loss is the higher one
 display(Markdown(lab.markdown(pd.DataFrame(table))))
 print(f"These are means over n = {len(rows)} seeds.\n"
-      f"One fixed mask (the positions {best}) does as well as the changing masks of TCS: {as_well}.")  # fmt: skip
+      f"Statement: one fixed mask (the positions {best}) does as well as the changing masks of TCS. Result: {as_well}.")  # fmt: skip
 
 # %% [markdown]
 # ## Claim
@@ -686,17 +688,19 @@ assert lab.teaching.judge_solution("shared_mask", shared_mask) == "right"
 at_two, quiet = (float(overlaps(masks[n], 2).mean()) for n in ("TCS", "no error accumulation"))
 often = (len(masks["TCS"]) - 1) * k_global / dimension
 display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
-- In dense training, {measured:.0%} of the positions in a mask were also in the mask of the round before. If only the number of entries in each
-  layer stayed the same and the positions inside the layers were random, {layers:.0%} would be in both masks. If all positions were random, it
-  would be {chance:.0%}. So {100 * (measured - layers):.0f} percentage points of the overlap are beyond chance within the layers, and in
-  total {word} than half of the entries stay.
+- In dense training, {measured:.0%} of the positions in a mask were also in the mask of the round before. If the positions inside the layers were random, with
+  the measured numbers of entries in each layer, {layers:.0%} would be in both masks. If all positions were random, it
+  would be {chance:.0%}. So {100 * (measured - layers):.0f} percentage points of the overlap are beyond chance within the layers. In
+  total, {word} than half of the entries stay.
 - In each round {turnover:.0%} of TCS's shared mask is new, and masks two rounds apart have {at_two:.0%} of their entries in common. Without error
   accumulation, masks two rounds apart have {quiet:.0%} in common. In each round, the clients together can explore {clients * k_local} entries, and the shared mask has {k_global} positions.
-  The proportion is the same in the paper. So explored entries could replace the whole mask in one round. These numbers cannot tell whether large
-  entries of an update recur by themselves, as the paper assumes. Notebook [13_evidence](13_evidence.ipynb) tests this on dense updates.
-- One fixed mask from a finished run does as well as the changing masks of TCS: **{as_well}** (n = {len(rows)} seeds; the losses are above).
+  The proportion is the same in the paper. So explored entries could replace the whole mask in one round. These numbers depend on the masks of TCS and on
+  its accumulated errors. So they cannot tell whether the same entries would be large again without TCS, as the paper assumes. The overlap in
+  dense training above is a first look at this, and notebook [13_evidence](13_evidence.ipynb) tests it in larger trainings.
+- A question that is not among these statements is whether one fixed mask from a finished run does as well as the changing masks of TCS. The answer:
+  **{as_well}** (n = {len(rows)} seeds; the losses are above).
 - This training shows how the schemes start, not how they end. It has {len(masks["TCS"]) - 1} sparse rounds, so an average entry is
-  sent {often:.1f} times (rounds × φ_global). In the paper's 23,400 rounds (the dense ones included), an average entry is sent 234 times.
+  in the shared mask {often:.1f} times (rounds × φ_global). With the paper's 23,400 rounds, this number is 234.
 """))  # fmt: skip
 
 # %% [markdown]
