@@ -452,15 +452,15 @@ for stage, words in ((million, "Two processes"), (eight, "Eight processes")):
     print(f"{words}: {stage.made} of {stage.planned} planned trainings that score have been made.")
 
 # %% [markdown]
-# In the larger network, the settings differ much less than in the small one, and PowerSGD sends about as few bytes as the hook. Every
-# exchange costs some loss. With two processes, all of them cost about the same. With eight, the shared mask should be larger: with 0.5 or 1
-# % shared entries, the hook loses somewhat more than PowerSGD, with 2 % it does not, and neither does top-K.
+# In the larger network with two processes, the settings differ much less than in the small one, and the bytes of PowerSGD come closer to
+# those of the hook. Every exchange costs some loss. With two processes, all of them cost about the same. With eight, the shared mask should
+# be larger: with 0.5 or 1 % shared entries, the hook loses somewhat more than PowerSGD, with 2 % it does not, and neither does top-K.
 #
 # ## Loss against seconds
 #
 # The next picture joins both results: the loss of the GPT of 1.1 million parameters, and the seconds of a step of the network that you
 # choose in the second grey cell (`compared_network`), for your number of processes (`compared_ranks`) and your link (`compared_link`).
-# Filled points are measured seconds, empty points are calculated ones. Only two processes and five speeds were measured. From five
+# Filled points are measured seconds, empty points are calculated ones. Seconds were measured for two processes and five speeds. From five
 # processes on, the losses are those of the stage with eight processes.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -506,15 +506,16 @@ for own in (10, 50, 200):
     )
 
 # %% [markdown]
-# On slow links, the calculation is right. On the fastest of these links, the steps took longer than calculated. Four processes share two cores here, so
-# each of them computes at about half the speed, which the calculation does not contain.
+# At 10 Mbit/s, the calculation is right within 7 %. At 50 and 200 Mbit/s, some steps took longer than calculated. Probably this is because
+# four processes share two cores here, so that each of them computes at about half the speed. The calculation does not contain this.
 #
-# **What we would use.** With two processes, use PowerSGD on links of 10 and 50 Mbit/s. On links of 200 and 1,000 Mbit/s, use the hook with
-# its default, TCS with 1 and 0.5 %, which was at least as good as PowerSGD in both. With eight or more processes, use PowerSGD on links of
-# up to 200 Mbit/s. With eight processes on links of 1,000 Mbit/s, the hook with 2 and 0.5 % was as good in both; with its default, its loss
-# was slightly higher than PowerSGD's. On a link of 10,000 Mbit/s, no exchange is worth its loss, except perhaps bf16, of which we have not
-# measured the loss. With SGD with momentum, give the momentum to the hook. We have trained only one kind of model, with one length, and
-# measured no GPUs, so test your choice on your own training.
+# **What we would use.** For networks of 10 million parameters or more and two processes, use PowerSGD on links of 10 and 50 Mbit/s. On
+# links of 200 and 1,000 Mbit/s, use the hook with its default, TCS with 1 and 0.5 %, which was at least as good as PowerSGD in both. With
+# eight or more processes, use PowerSGD on links of up to 200 Mbit/s. With eight processes on links of 1,000 Mbit/s, the hook with 2 and 0.5
+# % was at least as good in both, by calculated seconds. With its default, its loss was slightly higher than that of PowerSGD. On a link of
+# 10,000 Mbit/s, no exchange is worth its loss, except perhaps bf16, of which we have not measured the loss. With SGD with momentum, give
+# the momentum to the hook. We have compared losses for only one kind of model and one length of training, and measured no GPUs, so test
+# your choice on your own training.
 
 # %% [markdown]
 # ## Larger masks, and plain SGD
