@@ -187,11 +187,17 @@ axes.plot(server["round"], server["floor"], label="floor, estimated from a sampl
 first_sparse, dropped = client["round"].min(), epochs * training.rounds_per_epoch * drop
 for at, text in ((first_sparse, "first sparse round"), (dropped, "η is divided by 10")):
     axes.axvline(at, **line(7, 3))
-    axes.text(at, 0, f" {text}", va="bottom", color=lab.COLOURS[7])
+    axes.text(
+        at, 0.97, f" {text}", va="top", color=lab.COLOURS[7], transform=axes.get_xaxis_transform()
+    )
 axes.set(title="The global mask's threshold", xlabel="round", ylabel="magnitude")
 axes.set_ylim(bottom=0)
-axes.legend(frameon=False, loc="upper right")
+axes.legend(frameon=False, loc="center right", bbox_to_anchor=(1.0, 0.25))
 lab.show_figures()
+
+# %% [markdown]
+# In the dense rounds, the floor follows the threshold. In the sparse rounds, most entries of the update are 0. The sample then has hardly
+# more entries that are not 0 than are wanted, so the floor is near 0, and nearly all entries that are not 0 are candidates.
 
 # %%
 typical = {

@@ -156,7 +156,8 @@ os._exit(0)  # a thread of gloo may outlive Python and abort
 
 def test_its_ddp_lines_run(tmp_path):
     path = os.pathsep.join([str(lab.ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", DDP.format(code=re.sub(r"^[ +]", "", DIFF, flags=re.M))]
+    code = re.sub(r"^[ +]", "", re.sub(r"^-.*\n", "", DIFF, flags=re.M), flags=re.M)
+    command = [sys.executable, "-c", DDP.format(code=code)]
     environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8"
