@@ -1454,7 +1454,8 @@ class BlockCode:
         """Return the message as bytes, and a flag. A derived class returns True if it has encoded
         this message as `BlockCode` does.
 
-        This class is `BlockCode`, so the second value is False.
+        The flag says whether a derived class has used the code of this class instead of its own.
+        Here it is False.
         """
         own, streams = len(message.positions), []
         if message.codes is not None and message.means is not None:
@@ -2752,9 +2753,10 @@ class Traffic(NamedTuple):
     """What was sent in one round.
 
     `bits_up` is the average length of a client's message, rounded up, and `bits_down` the length of
-    the server's message, both in bits of code. `bytes_up`, a sum over all clients in `heard`, and
-    `bytes_down` count whole messages, in bytes. `heard` are the clients whose messages were
-    averaged, and `refused` those whose messages were not accepted; their messages are not counted.
+    the server's message, both in bits of code. `bytes_up` and `bytes_down` are the lengths of whole
+    messages in bytes; `bytes_up` is the sum over all clients in `heard`. `heard` are the clients
+    whose messages were averaged, and `refused` those whose messages were not accepted; their
+    messages are not counted.
 
     The round of a centralized scheme (Baseline) is counted in the same way, as one dense message in
     each direction, although there is nobody to send it to. `bit_budget` is nan there.
@@ -3664,9 +3666,9 @@ class LocalTrainer:
     def lend_module(self) -> Iterator[None]:
         """Put the module into training mode for a round, and restore it afterwards.
 
-        Afterwards it has its earlier modes and gradients, and the statistics `left_S`, which are
-        the module's between two rounds. If anything is raised, theta is copied into the module and
-        the clients' statistics are restored, too.
+        After the round, the module gets its earlier modes and gradients back. Its running
+        statistics are set to `left_S`, those that it has between two rounds. If anything is raised,
+        theta is copied into the module and the clients' statistics are restored, too.
         """
         modules, buffers = list(self.model.modules()), self.flat.statistics_buffers()
         modes = list(map(_TRAINING, modules))
@@ -3966,8 +3968,8 @@ class Feed:
     have `state_dict`, `check_state` and `load_state_dict`, for states of a `Federation`.
 
     Raises ValueError for anything but a list of iterables, for an iterator that two clients share,
-    and for more than `most_workers` workers in all. It also refuses persistent workers whose copies
-    of the data set `set_epoch` would not reach.
+    and for more than `most_workers` workers in all. Persistent workers keep their own copies of the
+    data set. They are refused if `set_epoch` would have to be called on these.
     """
 
     # for all loaders together: each worker is a process that keeps files open during the training

@@ -936,9 +936,9 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 #      before it, with uncommitted changes.) Thirteen further runs of seeds 6 to 8 were not finished when the time on the GPU was used up,
 #      and were made on a CPU.
 #    - Then we made three groups of runs with commit 03a0f8f: seeds 2 and 3 of the setting with unequal classes (Dirichlet) in which all
-#      clients take part; TCS-L4 and TCS-L4-Q5 at η 0.8; and the trainings of 15 and 30 epochs. Those of 45 epochs were made with commit
-#      cc3d074. At η 0.8, only TCS-L4 and TCS-L4-Q5 were trained on the GPU, and the other schemes on a CPU. In the other groups, all runs
-#      with the same seed and setting were made on the GPU.
+#      clients take part; TCS-L4 and TCS-L4-Q5 at η 0.8; and the trainings of 15 and 30 epochs. Those of 45 epochs were made on the GPU,
+#      too, with commit cc3d074. At η 0.8, only TCS-L4 and TCS-L4-Q5 were trained on the GPU, and the other schemes on a CPU. In the other
+#      groups, all runs with the same seed and setting were made on the GPU.
 #
 # **Do trainings on a GPU differ from those on a CPU?** Perhaps a little, but we see no common direction. We trained FedAvg with seed 7
 # three times on a CPU, from models that differed by a millionth at the start. In the sixth epoch, their training losses were 1.231, 1.246
