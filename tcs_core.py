@@ -115,11 +115,10 @@ __all__ = [  # noqa: RUF022
     "Wire",
     "bit_budget", "build_model", "cross_entropy", "decode_message", "decode_positions",
     "encode_message", "encode_positions", "estimate_floor", "fractional_dequantize",
-    "fractional_quantize", "kept",
-    "layer_sizes", "layerwise_top_k_positions", "mask_to_positions", "message_bits",
-    "positions_to_mask", "random_positions", "register_quantizer", "register_scheme",
-    "register_suffix", "resnet18", "scaled_sign", "tcs_hook", "top_k_mask",
-    "top_k_positions", "unchanged",
+    "fractional_quantize", "kept", "layer_sizes", "layerwise_top_k_positions",
+    "mask_to_positions", "message_bits", "positions_to_mask", "random_positions",
+    "register_quantizer", "register_scheme", "register_suffix", "resnet18", "scaled_sign",
+    "tcs_hook", "top_k_mask", "top_k_positions", "unchanged",
 ]  # fmt: skip
 
 # ══ 1. Schemes: what a client sends in one round, by name and by field ════════════════════════════

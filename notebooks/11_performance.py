@@ -10,15 +10,15 @@
 # # 11 · Measure where the time of a round goes
 #
 # **In short.** With the paper's ResNet-18 on two CPU cores, almost all of the time goes into the forward and backward passes. A round of
-# TCS took 1.07 times as long as its bare passes in the same memory layout, and 0.98 times as long when clients trained in parallel
-# threads. A plain loop with top-K took 1.16 times as long. On this CPU, our core compressed the update of one client in
-# 21.6 ms, and code written as in a textbook took 12.9 times as long. On one H200 GPU, a whole round took 19.98 ms. There, the textbook code
-# is faster: it compressed ten clients in 6.906 ms, and our core needed 8.811 ms. (We have since changed how the core chooses masks on a
-# GPU, and have not measured this yet.) We had set 12 targets for speed, and 8 of them are met.
+# TCS took 1.07 times as long as its bare passes in the same memory layout, and 0.98 times as long when clients trained in parallel threads.
+# A plain loop with top-K took 1.16 times as long. On this CPU, our core compressed the update of one client in 21.6 ms, and code written as
+# in a textbook took 12.9 times as long. On one H200 GPU, a whole round took 19.98 ms. There, the textbook code is faster: it compressed ten
+# clients in 6.906 ms, and our core needed 8.811 ms. (We have since changed how the core chooses masks, on a CPU and on a GPU, and have not
+# repeated these measurements.) We had set 12 targets for speed, and 8 of them are met.
 #
 # **Claim (ours).** TCS keeps the K largest entries of an update. A sample of a few thousand entries tells about how large the K-th largest
-# entry is, which we call the *threshold*. So only few entries have to be compared to find the K largest exactly. A federated round then
-# costs little more than its passes, and its time grows at most about in proportion to the number of clients and of parameters.
+# entry is, which we call the *threshold*. So the K largest can be chosen exactly among few candidates. A federated round then costs little
+# more than its passes, and its time grows at most about in proportion to the number of clients and of parameters.
 #
 # The first half of this notebook runs here. It shows how the selection works and why its result is always exact, and it ends with a
 # small measurement. The second half shows stored measurements from `results/bench/`, which `uv run tcs bench` made.
