@@ -211,7 +211,7 @@ def fair_differences(path: str | Path, results: str | Path | None = None) -> pd.
     read = read_plan(path)
     analysis = validate(FairAnalysis, read.analysis, f"{path}: analysis")
     methods = {method.name: method for method in load_methods(path, results)}
-    whole = _complete_stages(methods.values())
+    whole = complete_stages(methods.values())
     model = fair_model(m for m in methods.values() if whole[m.stage])
     tables = []
     for name, family in analysis.families.items():
@@ -223,7 +223,8 @@ def fair_differences(path: str | Path, results: str | Path | None = None) -> pd.
     return pd.DataFrame(tables)
 
 
-def _complete_stages(methods: Iterable[TunedScheme]) -> dict[str, bool]:
+def complete_stages(methods: Iterable[TunedScheme]) -> dict[str, bool]:
+    """Say of each stage whether all of its runs are made."""
     whole: dict[str, bool] = {}
     for method in methods:
         whole[method.stage] = whole.get(method.stage, True) and method.is_complete
