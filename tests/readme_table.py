@@ -972,16 +972,24 @@ NOTEBOOKS = {  # group: notebook: question
 
 
 def notebooks_block() -> str:
-    """The notebooks, by group, with the time that each takes by its own text."""
-    rows = [["", "Notebook", "Question", "Running time", "Exercises"], ["---"] * 5]
+    """The notebooks, by group, with the time that each takes to run by its own text, and to read."""
+    rows = [["", "Notebook", "Question", "Reading", "Running", "Exercises"], ["---"] * 6]
     for group, notebooks in NOTEBOOKS.items():
         for i, (name, question) in enumerate(notebooks.items()):
             link = f"[{name.replace('_', ' ', 1)}](notebooks/{name}.ipynb)"
             text = (ROOT / f"notebooks/{name}.py").read_text(encoding="utf-8")
             takes = re.findall(r"\*Run time\*: (.+?)(?: on two| as it|[;,.])", text)
             exercises = len(re.findall(r"^lab\.check_exercise\(", text, re.M)) or ""
-            rows.append(["" if i else f"**{group}**", link, question, takes[0], exercises])
+            read = f"{minutes_to_read(text):.0f} min"
+            rows.append(["" if i else f"**{group}**", link, question, read, takes[0], exercises])
     return as_table(rows)
+
+
+def minutes_to_read(text: str) -> float:
+    """The words of a notebook's text cells, at 200 words per minute."""
+    cells = re.findall(r"^# %% \[markdown\].*\n((?:#.*\n)*)", text, re.M)
+    words = sum(len(re.findall(r"\w\S*", cell)) for cell in cells)
+    return max(1.0, words / 200)
 
 
 def reproducibility_block() -> str:
