@@ -77,9 +77,10 @@ of_profile = ("profile", profile) if profile else ("evidence", evidence)
 params = lab.read_params([lab.params_file("table", table)])
 params |= lab.profile_params(*of_profile, given) | given
 configs, changed = lab.plan(params), not profile and given.keys() - {"table", "evidence"}
+planned = lab.keep_planned(configs, params["profile"])
 every_seed = configs if profile or seeds else lab.plan(lab.with_every_seed(params))
 print(
-    f"The table needs {len(configs)} runs of {configs[0].epochs} epochs. Their records are in results/{params['profile']}/runs/."
+    f"The table needs {len(planned)} runs of {configs[0].epochs} epochs. Their records are in results/{params['profile']}/runs/."
 )
 if profile:
     print(lab.forecast(configs, params.get("jobs", 1)))
@@ -92,7 +93,7 @@ else:
 there = {record["config"]["scheme"]["name"] for record in records}
 lacking = [name for name in params["schemes"] if name not in there]
 print(
-    f"{len(records)} records were found. Planned runs without a record: {lab.list_missing(configs, records)}."
+    f"{len(records)} records were found. Planned runs without a record: {lab.list_missing(planned, records)}."
 )
 folder = lab.results_folder(params["profile"])
 if changed or (lacking and not (folder / f"table{table}.md").exists()):

@@ -243,8 +243,8 @@ fig.legend(loc="outside lower center", ncols=3, frameon=False)
 lab.show_figures()
 
 # %% [markdown]
-# In sparse rounds, the running average keeps most of its mask, while TCS replaces a large part of its mask in every round. We see two
-# likely causes.
+# In sparse rounds, the running average keeps most of its mask, while TCS replaces a large part of its mask in every round. This is one short
+# training of a tiny network, so its numbers say little about other trainings. We see two likely causes.
 #
 # The first is that errors accumulate. The update is zero outside the masks, so a new entry of the shared mask can only come from a client's
 # own mask. What the client sends there has accumulated over many rounds. The entry is therefore large once, enters the shared mask, and is
@@ -444,9 +444,9 @@ for mine, theirs in ((m, t) for m, t in pairs.items() if {m, t} <= set(by_name.i
     a, b = by_name.loc[mine], by_name.loc[theirs]
     gap, less = 100 * (a["accuracy"] - b["accuracy"]), a["uplink_bits"] / b["uplink_bits"]
     spread = f", std {100 * max(a['accuracy_std'], b['accuracy_std']):.1f}" if seeds > 1 else ""
-    points = f"{gap:+.1f}".replace("-", "−")
+    where = "above" if gap > 0 else "below"
     print(
-        f"{mine} ended {points} points from {theirs} (n = {seeds}{spread}) and sent {less:.2f} times its bits."
+        f"{mine} ended {abs(gap):.1f} points {where} {theirs} (n = {seeds}{spread}) and sent {less:.2f} times its bits."
     )
 
 # %%

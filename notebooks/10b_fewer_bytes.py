@@ -464,7 +464,7 @@ curves = {name: curve(name) for name in federated}
 order = sorted(curves, key=lambda name: -curves[name]["bytes"].iloc[-1])
 steps = max(r["config"]["scheme"]["local_steps"] * sum(row["rounds"] for row in r["rows"])
             for r in records)  # fmt: skip
-dense_bytes = 2 * (4 * d + tcs.OVERHEAD_BYTES) * (steps // 4)  # FedAvg-L4's, whole run
+dense_bytes = 2 * (4 * d + tcs.OVERHEAD_BYTES) * steps  # FedAvg's, whole run
 
 # %% [markdown]
 # The next figure shows some of these schemes. The megabytes are those of one client's messages in both directions. The axis at the top shows
@@ -544,7 +544,7 @@ for name, gap in gaps.items():
     }
     ratio = lab.format_number(dense_bytes / last["bytes"])
     row |= {
-        "MB in both directions (times fewer than FedAvg-L4)": f"{lab.format_number(last['bytes'] / 1e6)} (×{ratio})"
+        "MB in both directions (times fewer than FedAvg)": f"{lab.format_number(last['bytes'] / 1e6)} (×{ratio})"
     }
     row |= {f"MB to {target:.0%}": lab.format_number(goal / 1e6)}
     rows.append(row | {on_links: " / ".join(lab.format_number(8 * goal / r / 1e6) for r in links)})
@@ -569,8 +569,8 @@ display(
 # the clients take part in a round? And do the clients still choose the same entries? The plan behind [notebook 13](13_evidence.ipynb) includes
 # trainings for these questions, but no verdict.
 #
-# Each row of the next table is the difference in accuracy between two schemes. The column *there* shows it for the unequal clients that the
-# row names, the column *equal* for equal clients. The intervals for unequal clients come only from the trainings of the two
+# Each row of the next table is the difference in accuracy between two schemes, for the unequal clients that the row names and for equal clients.
+# The intervals for unequal clients come only from the trainings of the two
 # schemes in the row. (This is a departure from the plan, which notebook 13 explains.)
 #
 # The table below it shows two things for TCS: the fraction of the shared mask that stays from one round to the next, and how many of the
@@ -579,7 +579,10 @@ display(
 # %%
 read, equal = lab.load_planned_records("evidence")
 there = lab.load_unequal_records(read, lab.read_params([lab.ROOT / "params/evidence.yaml"]))
+SAID = {"there": "unequal clients", "equal": "equal clients", "there − equal": "unequal − equal"}
 for table in (lab.unequal_costs(read, equal, there), lab.unequal_masks(equal, there)):
+    columns = [name.rpartition(", ") for name in table]
+    table.columns = [f"{what}{comma}{SAID.get(where, where)}" for what, comma, where in columns]
     display(Markdown(lab.markdown(table) if len(table) else "None of these trainings exists yet."))
 
 # %% [markdown]
@@ -643,7 +646,7 @@ for name, gap in gaps.items():
         several, one = f"± {half:.2f} points, n = {gap['n']}", "points, one seed"
         known = several if math.isfinite(half) else one
         print(f"{lab.bold(gap['no worse'])}: {name} is no worse than {baseline_scheme} (difference {gap['mean']:+.2f} {known}). "
-              f"It sends {lab.format_times(ratio)} times fewer bytes than FedAvg-L4.")  # fmt: skip
+              f"It sends {lab.format_times(ratio)} times fewer bytes than FedAvg.")  # fmt: skip
 
 # %% [markdown]
 # Next: [11_performance](11_performance.ipynb) measures how fast all of this is.

@@ -107,7 +107,7 @@ front = {"plain": "plain DDP", "bf16": "bf16", "PowerSGD rank 4": "PowerSGD rank
 net, lines = links.Net(10, 1000), []
 for exchange, name in front.items():
     rise = "0" if exchange == "plain" else rise_of(exchange)
-    line = {"Exchange": name, "Loss minus plain DDP's": rise}
+    line = {"Exchange": name, "Loss minus plain DDP's, nats per character": rise}
     for own in (10, 200, 1000, 10_000):
         line[f"s at {own:,} Mbit/s"] = (
             f"{measured.row(exchange, net, mbit=2.0 * own)['seconds']:.2g}"
@@ -117,7 +117,8 @@ start = (
     "**In short.** The hook exchanges only selected entries of a gradient. *Top-K* means that every process sends its own largest "
     "entries. *TCS* adds a mask that all processes share; its name says how many percent are shared, and how many each process chooses. "
     "With two processes, the hook makes steps on a link of up to 1,000 Mbit/s much shorter. So does PowerSGD, and all of them cost "
-    "about the same loss. PowerSGD is the fastest on a very slow link, and the hook on a faster one."
+    "about the same loss. PowerSGD is the fastest on a very slow link, and the hook on a faster one. On a link of 10,000 Mbit/s, "
+    "bf16 is faster than both, and the hook gains too little to be worth its loss."
 )
 display(Markdown("\n".join([start, "", lab.markdown(pd.DataFrame(lines))])))
 
@@ -345,8 +346,8 @@ lab.show_figures()
 # ## The link, measured
 #
 # We also measured whole training steps on links of limited speed. Two ranks, each with one thread, ran on the two cores of one machine. They
-# exchanged their gradients over the loopback device, and the kernel limited the speed of what all ranks sent together. So a limit of twice
-# some speed is as much as a link of its own for each rank, with this speed in each direction. In the next table, speeds are those of a rank's
+# exchanged their gradients over the loopback device, and the kernel limited the speed of what both ranks sent together. With a limit of
+# 20 Mbit/s, for example, each rank has 10 Mbit/s in each direction, as on a link of its own. In the next table, speeds are those of a rank's
 # own link. The networks are a GPT of 1.1 million parameters, which a later section trains, and two linear networks of 10 and 100 million
 # parameters with a batch of 16. The command `uv run tcs queue params/links.yaml` repeats the measurement and needs root.
 #
@@ -522,7 +523,8 @@ for own in (10, 50, 200):
 # An older study, `params/optimizers.yaml`, has two cases that the new plan lacks: masks of 10 %, and SGD without momentum. Its settings share the
 # learning rate that is best for dense training, so its differences contain what a better rate would have gained. The table shows the test loss
 # minus that of the same optimizer without compression, with a 95 % interval. The verdict is *nothing* (it costs less than 0.05) if the whole
-# interval lies below 0.05, *costs* if it lies above 0.05, and *open* otherwise.
+# interval lies below 0.05, *costs* if it lies above 0.05, and *open* otherwise. In this study, TCS has the paper's split: *TCS 1 %* shares 1 % of
+# the entries, and each rank adds 0.1 % of its own; *TCS 10 %* has ten times as many of both.
 
 # %%
 display(Markdown(lab.markdown(costs.table())))

@@ -9,18 +9,19 @@
 # %% [markdown]
 # # 14 · Vary one setting at a time
 #
-# **In short.** We trained a small network for 15 epochs, once per value. Accuracy rose with the sizes of both masks and with the learning
-# rate, over the whole range that we tried. Two bits per value instead of five cost accuracy. Starting with one dense round instead of a dense
-# epoch cut the megabytes to a sixth. Unequal classes among the clients cost the most accuracy. Two trainings that differ only in their
-# random seed can end half a point apart (`results/short/table1.md`). So it remains open whether 5-bit values are worse than 32-bit values,
-# and whether one dense round is worse than a dense epoch.
+# **In short.** We varied eight settings, one at a time, and trained a small network for 15 epochs once for each value. Unequal classes among the
+# clients cost the most accuracy. Fewer epochs, more clients and lower learning rates cost several points, too. Starting with one dense round
+# instead of a dense epoch cut the megabytes to a sixth. Accuracy was also higher with larger masks, and lower with two bits per value than with
+# five. But trainings that differ only in their random seed can end more than a point apart, as is printed below the table. So most of these
+# smaller differences may be chance.
 #
 # **Claim.** What a client sends after the warm-up can be computed from the settings before any training. The accuracy has to be measured.
 #
 # The paper uses one value for most of its settings. This notebook varies one setting at a time, starting from TCS-Q5 (TCS with five bits per
 # value and one local step). It shows how accuracy and bytes depend on each setting, and what one would choose in practice.
 #
-# Short trainings mainly compare how fast methods learn. [13_evidence](13_evidence.ipynb) shows how differences shrink in longer ones.
+# Short trainings mainly compare how fast methods learn. [13_evidence](13_evidence.ipynb) compares trainings of several lengths: the loss of
+# TCS-L4-Q5 shrinks in longer ones.
 #
 # *Run time*: seconds. *Read before*: [03_tcs](03_tcs.ipynb), [10_bits_on_the_wire](10_bits_on_the_wire.ipynb).
 #
@@ -37,6 +38,7 @@
 #     uv run tcs sensitivity --params params/short.yaml --setting phi_local --seed 0 --set data_root=cifar10.tar
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
+import json
 import math
 
 import matplotlib.pyplot as plt
@@ -97,6 +99,15 @@ title = f"Sensitivity: {scale}"
 table = lab.sensitivity_table(sweep, profile | {"seeds": 100})
 text = lab.save_table(table, folder / "sensitivity", title, lab.readable_sensitivity)
 display(Markdown(lab.prevent_line_breaks(text)))
+by_setting = {}
+for record in lab.find_records(profile=evidence, status="finished").values():
+    setting = {key: value for key, value in record["config"].items() if key != "seed"}
+    ends = by_setting.setdefault(json.dumps(setting, sort_keys=True), [])
+    ends.append(100 * record["rows"][-1]["accuracy"])
+spreads = [max(ends) - min(ends) for ends in by_setting.values() if len(ends) > 2]
+if spreads:
+    print(f"In {len(spreads)} other trainings of this profile there are at least three seeds. Between these, "
+          f"the accuracy differs by {min(spreads):.1f} to {max(spreads):.1f} points.")  # fmt: skip
 
 # %% [markdown]
 # Each row is one value of a setting. It shows the accuracy and the megabytes that **one client** sends (up) and receives (down) in the whole
@@ -209,7 +220,7 @@ def end_of(scheme: str, curve: pd.DataFrame, words: list[str], schemes: list[str
 # $\phi_{local}$ is the fraction of entries that each client chooses itself, outside the shared mask. With these entries it *explores* what
 # has become important. Their positions have to be sent, too. The paper recommends $\phi_{local}\ll\phi_{global}$.
 #
-# Look at the left end of the upper panel, where the clients choose the fewest entries. How much accuracy is lost there? Then look at the
+# Look at the left end of the upper panel, where the clients choose the fewest entries: the accuracy is lowest there. Then look at the
 # white marks. From one value to the next, the clients choose about three times as many entries, but the bytes grow less than that.
 
 # %%
@@ -268,8 +279,8 @@ draw("dirichlet_alpha")
 #
 # In the warm-up, the clients send all entries. The shortest possible warm-up is one round, which gives the first shared mask. The learning rate
 # then starts at its full value, because it rises only during the warm-up. The paper uses 5 of 300 epochs. In proportion, this would be less
-# than one epoch here, so one epoch is marked. In a short training, most of the megabytes belong to the dense epochs. How much accuracy is
-# gained by them?
+# than one epoch here, so one epoch is marked. In a short training, most of the megabytes belong to the warm-up.
+# The accuracies differ by less than those of trainings with other seeds, so we cannot say that a longer warm-up helps.
 
 # %%
 draw("warmup_epochs")
@@ -292,7 +303,7 @@ draw("learning_rate")
 #
 # TCS-L4-Q5 takes four local steps per round, so it has only a quarter of the rounds of TCS in the same number of epochs. Does it lose accuracy
 # for this reason? If so, its distance to TCS and to centralized training (the Baseline) shrinks towards the right, where trainings are longer.
-# TCS-L4-Q5 also sends fewer bits per value; the figure for $q$ shows what that costs alone. TCS-L4-M2-E3-W10++ is a shorter variant of our own
+# TCS-L4-Q5 also sends fewer bits per value; the figure for $q$ shows what that costs alone. TCS-L4-M2-E3-W10++ is a variant of our own that sends less, also in its warm-up
 # ([10b_fewer_bytes](10b_fewer_bytes.ipynb)). The Baseline sends nothing and has no mark in the lower panel.
 
 # %%

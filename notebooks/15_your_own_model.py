@@ -222,7 +222,8 @@ plt.close(fig)
 # Two simple calculations help to judge the result. First, 40 of the 1,000 rounds here are dense. A scheme with this warm-up therefore sends
 # at least a twenty-fifth of the bytes of dense training. In the table, more than half of what each sparse scheme sent belongs to the
 # warm-up. Second, multiply the number of rounds by $\phi_{global}$, the fraction of entries that is sent per round. This is how often
-# an average entry is sent, which is 10 times here and 234 times in the paper. If it is only about ten, accuracy may suffer.
+# an average entry is sent, which is 10 times here and 234 times in the paper. If it is only about ten, accuracy may suffer, although it does
+# not in this small task.
 
 
 # %%
@@ -516,7 +517,7 @@ print(f"Every part is still in training mode: {modes}")
 # Each client keeps what it has not sent yet. These numbers are called its errors, and there is one for each of the D parameters.
 # The errors of all N clients are the tensor `errors_ND`, which grows with the number of clients. A round works on the errors of its
 # ten participants only. On a CPU, memory for a client's errors is used only once they are written, that is, after the client has taken
-# part in a sparse round. It is then 4 · D bytes. The first round of a client can take longer for this reason.
+# part in a sparse round. It is then 4 · D bytes. The first sparse round of a client takes longer for this reason.
 #
 # If this is too much memory, keep the errors in a new file. Call
 # `compressor.keep_errors_in(torch.from_file("errors.bin", True, N * D).view(N, D))` before the first round. Delete an old file first,

@@ -64,22 +64,25 @@ def reached(point: compare.scoring.Point) -> str:
 
 if stored:
     cheapest = compare.scoring.find_front(stored)
-    listed = [reached(point) for point in cheapest]
-    others = [f" {reached(point)}." for point in scores.stored["FedAvg"] if point not in cheapest]
-    words, rest = ", ".join(listed), "".join(others)
-    worst = max(point.half for point in stored)
+    best, worst = max(stored, key=lambda point: point.accuracy), max(point.half for point in stored)
+    sure = [p for p in cheapest if p.accuracy + p.half < best.accuracy]
+    near = next(p for p in cheapest if p not in sure)
+    listed = "; ".join(reached(point) for point in [*sure, near])
+    others = "".join(
+        f" {reached(point)}." for point in scores.stored["FedAvg"] if point is not near
+    )
     display(Markdown(
-        f"**In short.** On our small track, where every method has its own best learning rate, these methods need the "
-        f"fewest bytes for their accuracy: {words}.{rest} (Means of {stored[0].n} seeds, ± {worst:.1f} points. The megabytes "
-        f"are those that one client sends and receives in the whole run. {made} of {planned} planned rows are made.)"))  # fmt: skip
+        f"**In short.** We trained a small network with each of {len(by_name)} methods, each with its own best learning rate. These need the "
+        f"fewest bytes for their accuracy: {listed}. No method is more accurate than {near.scheme} by more than {best.accuracy - near.accuracy:.1f} points, "
+        f"which is within the uncertainty (± {worst:.1f} points).{others} The accuracies are means of {stored[0].n} seeds, and the megabytes "
+        f"are those that one client sends and receives in the whole training."))  # fmt: skip
     figure = compare.table.comparison_figure(scores)
     display(Image(lab.save_figure(figure, None), width=600, alt=describe_figure(figure)))
 else:
     print("no stored row")
 
 # %% [markdown]
-# In the picture, the best corner is the upper left one: accurate with few megabytes. A method that is scored at several sizes of its masks
-# has a line. No other method is both more accurate and cheaper than a method on the thick grey line.
+# In the picture, the best corner is the upper left one: accurate with few megabytes. No other method is both more accurate and cheaper than a method on the thick grey line.
 #
 # **Names.** `-L4` means four local steps per round, `-Q5` values of 5 bits, and `-D1` that the server, too, sends one bit per value. TCS-Random is
 # TCS with a new random shared mask in each round. DGC and the methods with `Global Momentum` use momentum; all others do not.
@@ -90,7 +93,7 @@ else:
 # The fairest comparison that we have uses one small training for all methods, the *track* in `params/compare.yaml`: ten clients train a
 # ResNet-8 on synthetic images until it fits them. Every method gets its best learning rate from the same list, chosen with one seed on
 # 15,000 images, and is scored with three other seeds on 26,000 other images (`params/compare_plan.yaml`, which is older than these runs).
-# `uv run tcs compare NAME` makes the row of a method. A method of your own gets a row in the same way
+# `uv run tcs compare NAME` makes the row of a method in the table below. A method of your own gets a row in the same way
 # ([09_your_own_scheme](09_your_own_scheme.ipynb)).
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -98,14 +101,15 @@ rows = compare.rows.stored_table(track, scores)
 if len(rows):
     display(Markdown(lab.markdown(rows.drop(columns="MB up, re-coded"))))
     print(compare.table.NOTE.format(scores.confidence))
+    print(f"{made} of {planned} planned rows are made.")
 
 # %% [markdown]
 # ## What to choose
 #
 # Each line below is computed from the table above. A difference is in percentage points and has a 95 % interval. If an interval contains zero, we
 # do not know which of the two methods is more accurate. The intervals follow the plan: they pool the deviations between seeds of all methods. A
-# method whose seeds vary much therefore makes all intervals wider. The last lines also give the difference between runs with the same seed, which uses
-# only the two methods that are compared.
+# method whose seeds vary much therefore makes all intervals wider. The last lines also give the difference between runs with the same seed. It uses
+# only the two methods that are compared, and so rests on three numbers. Where the two intervals disagree, we rely on the first.
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -154,7 +158,9 @@ advice = {
     ),
     "The same, if clients can keep nothing between rounds": offer(stateless),
     "Fewest bytes of the methods with momentum": offer([p for p in stored if p not in plain]),
-    "Certainly less accurate than a method that sends less (which is in brackets)": ", ".join(lost)
+    "Less accurate, by the first interval, than a method that sends less (which is in brackets)": ", ".join(
+        lost
+    )
     or "none",
 }
 for one, other, what in (
@@ -167,11 +173,21 @@ for one, other, what in (
         advice[what] = (
             f"{difference(one, other)}; between runs with the same seed {paired(one, other)}"
         )
+mask = (
+    lab.control_answers(lab.ROOT / "params/controls_plan.yaml")
+    .set_index("question")
+    .loc["mechanism"]
+)
+if pd.notna(mechanism := mask["measured"]):
+    ends = lab.format_interval(mechanism, mask["low"], mask["high"])
+    advice[
+        "On CIFAR-10 at the paper's rates, TCS minus TCS-Random ([13_evidence](13_evidence.ipynb))"
+    ] = ends
 display(Markdown("\n".join(f"- {what}: {who}." for what, who in advice.items())))
 
 # %% [markdown]
-# **What this does not say.** One small network on synthetic images is one task. Where the column "Dense start" has a number, the method begins with
-# one dense epoch. These bytes weigh less in a longer training, so the ratios of bytes would be larger there.
+# **What this does not say.** One small network on synthetic images is one task. Where the column "MB of the dense start" has a number, the method
+# begins with one dense epoch. These bytes weigh less in a longer training, so the ratios of bytes would be larger there.
 #
 # ## On CIFAR-10, at tuned rates
 #
@@ -203,32 +219,26 @@ def fair_row(name: str) -> dict:
     }  # fmt: skip
 
 
+def agreement() -> str:
+    """In how many pairs of methods the track has the same order as this training."""
+    pairs = [p for p in gaps.to_dict("records") if {p["first"], p["second"]} <= by_name.keys()]
+    same = [
+        p["measured"] * (by_name[p["first"]].accuracy - by_name[p["second"]].accuracy) > 0
+        for p in pairs
+    ]
+    decided = [s for s, p in zip(same, pairs, strict=True) if p["low"] * p["high"] > 0]
+    return (
+        f"The small track above has the same order in {sum(same)} of the {len(pairs)} pairs of methods that the plan compares, and "
+        f"in {sum(decided)} of the {len(decided)} pairs whose interval on CIFAR-10 does not contain zero."
+    )
+
+
 print(f"{lab.fair_progress(fair_plan)}.")
 if tuned_names:
     display(Markdown(lab.markdown(pd.DataFrame([fair_row(name) for name in tuned_names]))))
+    print(agreement())
 else:
     print("No stage is complete, so no method is shown yet.")
-
-# %% [markdown]
-# Does the small track put the methods into the same order as this larger training? The next line compares every pair of methods that are in both.
-# A pair is *decided* if the 95 % interval of its difference does not contain zero, here on CIFAR-10.
-
-# %% jupyter={"source_hidden": true} tags=["remove-input"]
-both_known = [name for name in tuned_names if name in by_name]
-planned_pairs = [
-    pair for pair in gaps.to_dict("records") if {pair["first"], pair["second"]} <= set(both_known)
-]
-same = [
-    pair["measured"] * (by_name[pair["first"]].accuracy - by_name[pair["second"]].accuracy) > 0
-    for pair in planned_pairs
-]
-decided = [pair["low"] * pair["high"] > 0 for pair in planned_pairs]
-if planned_pairs:
-    of_decided = [s for s, d in zip(same, decided, strict=True) if d]
-    print(f"Of {len(same)} pairs that the plan compares, {sum(same)} have the same order on the track; of the "
-          f"{len(of_decided)} that are decided, {sum(of_decided)}.")  # fmt: skip
-else:
-    print("No pair of methods can be compared yet.")
 
 # %% [markdown]
 # ## The time on a link
@@ -257,12 +267,12 @@ display(Markdown(lab.markdown(pd.DataFrame(taken))))
 print(f"Minutes of communication in the whole training, with {latency:g} ms of latency per round.")
 
 # %% [markdown]
-# These times are calculated by dividing bytes by the rate of the link. [12_real_training](12_real_training.ipynb) measured steps on a
-# link that was limited to a given rate. The next line compares the two: it divides the time that the limit really added to a step by the
+# These times are calculated by dividing bytes by the rate of the link. [12_real_training](12_real_training.ipynb) measured steps of DDP on
+# links that were limited to a given rate. The next line compares the two: it divides the time that the limit really added to a step by the
 # calculated time, for those cases in which sending takes longer than everything else.
 
 # %%
-measured = links_of.read_stages("10 million", "100 million")
+measured = links_of.read_stages("GPT", "10 million, settings", "100 million, settings")
 print(
     "The calculated time is bytes divided by the rate. The limit lengthened a step by",
     measured.bytes_over_rate(),
@@ -273,8 +283,8 @@ print(
 #
 # There is no such track for text yet. An older and less strict comparison trained a small GPT with these methods (`params/rivals_text.yaml`,
 # [16_text](16_text.ipynb)). Three learning rates were tried for each method, and the best one was chosen by the test accuracy of one seed, which is also part
-# of the mean. So all methods look slightly better than they are. The difference from FedAvg is computed between runs with the same seed. An interval
-# needs two seeds; a dash stands where there is one.
+# of the mean. So all methods look slightly better than they are. The difference from FedAvg is computed between runs with the same seed, and its
+# interval from the two methods alone. (Notebook 16 pools the deviations of all its schemes, so its intervals are narrower.)
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 sweep = lab.read_sensitivity(lab.ROOT / "params/rivals_text.yaml")
@@ -290,16 +300,22 @@ def final(record: dict) -> float:
     return 100 * record["rows"][-1]["accuracy"] if record["status"] == "finished" else 0.0
 
 
-def text_row(name: str) -> dict:
-    """A method's line: its rate, seeds, accuracy, difference from FedAvg and megabytes."""
+def gap_on_text(name: str) -> tuple[float, float]:
+    """A method's difference from FedAvg between runs with the same seed, and half the width of its interval."""
     ours, theirs = (
         {record["config"]["seed"]: final(record) for record in on_text[one]}
         for one in (name, "FedAvg")
     )
     common = ours.keys() & theirs.keys()
-    gap, half = lab.paired_gain([ours[s] for s in common], [theirs[s] for s in common])
+    return lab.paired_gain([ours[s] for s in common], [theirs[s] for s in common])
+
+
+def text_row(name: str) -> dict:
+    """A method's line: its rate, seeds, accuracy, difference from FedAvg and megabytes."""
+    ours = [final(record) for record in on_text[name]]
+    gap, half = gap_on_text(name)
     flows = pd.DataFrame([lab.traffic(record) for record in on_text[name]]).mean() / 1e6
-    mean, low, high = lab.mean_interval(ours.values())
+    mean, low, high = lab.mean_interval(ours)
     return {
         "Method": name, "n": str(len(ours)), "Rate": f"{rate_of[name]:g}",
         "Accuracy %": lab.format_interval(mean, low, high, "{:.2f}"),
@@ -309,6 +325,11 @@ def text_row(name: str) -> dict:
 
 
 display(Markdown(lab.markdown(pd.DataFrame([text_row(name) for name in on_text]))))
+groups = {"above FedAvg": [], "not to be told from FedAvg": [], "below FedAvg": []}
+for name in (name for name in on_text if name != "FedAvg"):
+    gap, half = gap_on_text(name)
+    groups[list(groups)[0 if gap > half else 2 if gap < -half else 1]].append(name)
+print("By these intervals:", "; ".join(f"{', '.join(names)}: {where}" for where, names in groups.items() if names) + ".")  # fmt: skip
 
 # %% [markdown]
 # ## Who they are

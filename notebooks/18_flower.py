@@ -144,7 +144,7 @@ server = flower.server_app(job)
 # %% [markdown]
 # ## The reference: all clients in one process
 #
-# `tcs_core.Compressor` holds all clients and the server in one process. `half` holds the parameters of the model, `half.theta_D`, and its
+# `tcs_core.Compressor` holds all clients and the server in one process. `participant.theta_D` holds the parameters of the model, and its
 # method `difference` trains one client and returns by how much the parameters changed. The parameters after the last round are the
 # reference for the runs in Flower.
 
@@ -153,13 +153,13 @@ task: dict = {}
 exec(TASK, task)
 plan = task["job"]({"tcs-folder": "."})
 
-half = Participant(plan)
-D, sizes, order = half.flat.dimension, half.flat.layer_sizes, half.flat.order
+participant = Participant(plan)
+D, sizes, order = participant.flat.dimension, participant.flat.layer_sizes, participant.flat.order
 compressor = tcs.Compressor(scheme, sizes, clients, order=order)
 for t in range(rounds):
-    deltas_ND = torch.stack([half.difference(n, t) for n in range(clients)])
-    half.theta_D.add_(compressor.step(deltas_ND, dense=t < warmup))
-expected_D, errors_ND = half.theta_D, compressor.errors_ND
+    deltas_ND = torch.stack([participant.difference(n, t) for n in range(clients)])
+    participant.theta_D.add_(compressor.step(deltas_ND, dense=t < warmup))
+expected_D, errors_ND = participant.theta_D, compressor.errors_ND
 print(
     f"{D:,} parameters, {clients} clients, {rounds} rounds of {scheme} (number of dense ones: {warmup})"
 )
@@ -354,7 +354,7 @@ if FLOWER:
     alike = "exactly" if all(map(same, results.values())) else "not exactly"
     answer.update(
         Markdown(f"""**In short.** Inside Flower, TCS trains {alike} the model that it trains in one process: the parameters are compared bit for bit. We tried
-Flower's simulation, and separate processes, one of which was killed and started again. {inside} Flower adds {around.max():.0f} bytes to a message.""")
+Flower's simulation, and separate processes, one of which was killed and started again. {inside} Flower adds {around.max():.0f} bytes to a client's message.""")
     )
 else:
     answer.update(

@@ -49,7 +49,7 @@ __getattr__, __dir__ = lazily(
         ),
         "runs.estimates": "forecast forecast_steps forecast_trainings",
         "runs.index": "find_records",
-        "runs.plans": "count_made find_searches plan_runs",
+        "runs.plans": "count_made find_searches keep_planned plan_runs",
         "runs.progress": "Progress follow",
         "runs.records": (
             "compare_records config_of core_sha256 describe_core describe_provenance list_missing load_records "

@@ -46,8 +46,7 @@ SETTINGS = {
     "15": [{"clients": 2, "rounds": 60, "warmup": 5,
             "schemes": ["FedAvg", "TCS-L2", "TCS-W10++"], "many_clients": [10]},
            {"schemes": ["FedAvg", "TCS"], "rounds": 30, "warmup": 2, "many_clients": [5, 20], "seed": 3}],
-    "16": [{"rounds": 5, "ddp_steps": 20, "seed": 1},
-           {"rounds": 8, "phi_global": 0.1, "ddp_steps": 25, "ddp_rank": 2}],
+    "16": [{"rounds": 5, "seed": 1}, {"rounds": 8, "phi_global": 0.1}],
     "17": [{"profile": "text"}, {"links": [5], "latencies": [1, 20, 300], "seeds": 1}],
     "18": [{"rounds": 3, "local_steps": 1, "seed": 2}],
 }  # fmt: skip

@@ -31,22 +31,23 @@ def rows_table(
     lines = []
     for method, point in points:
         kept = rows.get(method, {}) if point.scheme == method else {}
-        start = f"{format_number(point.start)} of it" if point.start else "–"
+        start = format_number(point.start) if point.start else "–"
         mark = "" if kept.get("decodes", True) else " (counted)"
         lines.append({
             "Method": point.scheme + mark, "n": str(point.n), "Rate": format_number(point.rate),
             "Accuracy %": f"{point.accuracy:.2f} ± {point.half:.2f}",
-            "MB up": format_number(point.up), "MB down": format_number(point.down), "Dense start": start,
+            "MB up": format_number(point.up), "MB down": format_number(point.down),
+            "MB of the dense start": start,
             "MB up, re-coded": format_number(point.up * kept.get("recoded", math.nan)),
-            "Round, relative to TCS": format_number(kept.get("beside_tcs", math.nan), 2),
+            "Time of a round (TCS: 1)": format_number(kept.get("beside_tcs", math.nan), 2),
         })  # fmt: skip
     return pd.DataFrame(lines)
 
 
 NOTE = (
     "Accuracy is the mean over n seeds with its {:.0%} interval, for other seeds and other images. MB are "
-    "those of one client's messages in the whole run, the dense start included. The time of a round is "
-    "relative to that of TCS in the same process. (counted) means that the method's messages are not decoded, "
+    "those of one client's messages in the whole training. They contain the dense start, in which everything "
+    "is sent. The time of a round is relative to that of TCS in the same process. (counted) means that the method's messages are not decoded, "
     "so its bytes are only calculated. Re-coded bytes are those with a shorter code for the same tensors."
 )
 

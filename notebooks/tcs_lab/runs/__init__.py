@@ -23,7 +23,7 @@ __getattr__, __dir__ = lazily(
         "runs": "Run run run_all",
         "index": "find_records",
         "plans": (
-            "Plan Planning Search Stage count_made find_searches jobs_to_follow plan_jobs plan_runs "
+            "Plan Planning Search Stage count_made find_searches jobs_to_follow keep_planned plan_jobs plan_runs "
             "read_plan widen_search"
         ),
         "queue": "run_queue",

@@ -22,6 +22,7 @@ from tcs_lab.runs.jobs import Job, read_jobs
 from tcs_lab.runs.parameters import plan, read_params
 from tcs_lab.runs.runs import Run
 from tcs_lab.support.errors import format_value, shorten, validate
+from tcs_lab.support.paths import ROOT
 from tcs_lab.training.configuration import PositiveNumber, RunConfig, Seed
 from tcs_lab.training.training import measure_accuracy
 
@@ -273,6 +274,18 @@ def plan_runs(
     stages = plan_jobs(path, changes, results).items()
     runs = {name: [job for job in jobs if isinstance(job, Run)] for name, jobs in stages}
     return {name: [job.config for job in jobs] for name, jobs in runs.items() if jobs}
+
+
+def keep_planned(configs: Iterable[RunConfig], profile: str) -> list[RunConfig]:
+    """Return those of some runs that the plan of their profile has, `params/<profile>_plan.yaml`.
+
+    Without such a file, all of them are planned.
+    """
+    path = ROOT / f"params/{profile}_plan.yaml"
+    if not path.is_file():
+        return list(configs)
+    planned = {config.digest for stage in plan_runs(path).values() for config in stage}
+    return [config for config in configs if config.digest in planned]
 
 
 def _read_planning(

@@ -258,7 +258,8 @@ NOTE = _NOTE.format(
     "has no planned model"
 )
 NOTE_PLANNED = _NOTE.format(
-    "are those of the planned model (params/claims.yaml), as everywhere else"
+    "are those of the planned model (params/claims.yaml), as everywhere else (it allows for an effect of each "
+    "seed, so they can deviate from the differences of the printed means)"
 )
 
 
