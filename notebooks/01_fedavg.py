@@ -12,8 +12,8 @@
 # **In short.** The server gets the same new model whether every client sends its whole model or only the *difference*, which is
 # what local training has changed. A client that takes four local steps before it sends needs only a quarter of the messages, but
 # the result is no longer the step that SGD would take with the average gradient. Only the difference can be compressed by leaving
-# entries out. The largest tenth of its entries lowers the loss about as much as all of them. If only the largest tenth of a model
-# is kept, the loss rises.
+# entries out. In our training, the largest tenth of its entries lowers the loss at least as much as all of them. If only the largest tenth
+# of a model is kept, the loss rises.
 #
 # After this notebook you will be able to
 #
@@ -156,16 +156,17 @@ lab.show_figures()
 # $$\theta^{\tau}_{n,t}=\theta^{\tau-1}_{n,t}-\eta_t\,g^{\tau}_{n,t},\quad \tau=1,\dots,H;\qquad
 # \theta_{t+1}=\frac{1}{N}\sum_{n=1}^{N}\theta^{H}_{n,t}$$
 #
-# The method `local_training` covers lines 3 to 6 of the paper's algorithm. It adds up a client's gradients in `gradient_D`. This
+# In the paper's Algorithm 1, lines 3 to 6 are the local training: a client takes the server's model (line 3) and repeats H times
+# (line 4) that it computes a gradient (line 5) and takes a step (line 6). The method `local_training` does this. It adds up a client's gradients in `gradient_D`. This
 # sum times −η is the model difference. (The end of a name tells the shape of a tensor: `_D` stands for a vector of D numbers, and
 # `_ND` for N such vectors.)
 
 # %%
-lab.show_code(tcs.LocalTrainer.local_training, tcs.LocalTrainer._steps)
+lab.show_code(tcs.LocalTrainer.local_training)
 
 # %% [markdown]
-# Line 5 is the backward pass in `_steps`, and line 6 is the local step between two backward passes in `local_training`. The
-# method `put` copies values into the module's own parameters, and `add_gradients_` adds the gradients of the last backward pass
+# For each local step, `_steps` does the forward and the backward pass of one batch (line 5). Line 6 is the step between two backward passes.
+# The method `put` copies values into the module's own parameters, and `add_gradients_` adds the gradients of the last backward pass
 # to the sum. With H = 1 there is a single backward pass, so no local step is needed.
 #
 # ## What H buys
@@ -208,7 +209,7 @@ lab.show_figures()
 # %% [markdown]
 # The right panel shows that a larger H gets further with the same number of messages. The left panel shows that it ends lower
 # after the same number of passes. (This is one run for each H.) A likely reason is that a larger H leaves too few rounds in so
-# short a training. The paper trains for 300 epochs. There its method, *time-correlated sparsification* (TCS), loses no accuracy
+# short a training. The paper trains for 300 epochs. It says that its method, *time-correlated sparsification* (TCS), loses no accuracy
 # with H = 2 or H = 4. Notebook [13_evidence](13_evidence.ipynb) judges that claim.
 #
 # ## One round by hand
@@ -314,7 +315,8 @@ for name, theta_D in cut.items():
 gain = {name: loss["nothing"] - found for name, found in loss.items()}
 
 # %% [markdown]
-# The epoch lowers the test loss, and the largest tenth of its difference is enough to do so. The model of which only the largest
+# The epoch lowers the test loss, and the largest tenth of its difference is enough to do so. (It even lowers the loss more than the whole
+# difference. This is one training, so it may be chance.) The model of which only the largest
 # tenth is left is worse than the model before the epoch. This is why every scheme in this package compresses Δθ.
 #
 # ## FedSGD is FedAvg at H = 1
@@ -354,8 +356,9 @@ for steps, gap in gap_fedsgd.items():
     print(f"H = {steps}: they differ by {lab.format_number(gap, 2)} of the step")
 
 # %% [markdown]
-# At H = 1 the two differ by rounding errors only. With more local steps they differ by a large part of the step. That is not a
-# defect of FedAvg: local steps can follow the curved surface of the loss, and one long step cannot.
+# At H = 1 the two differ by rounding errors only. With more local steps they differ by a large part of the step. Neither of the two is
+# wrong: a local step uses the gradient at the place that the client has reached, and the long step uses only gradients at the start.
+# Which of them lowers the loss more is not measured here.
 #
 # ## The learning rate: linear scaling
 #
@@ -364,6 +367,8 @@ for steps, gap in gap_fedsgd.items():
 # η = 0.1 at batch size 128. For N clients with batches of size B the rule gives
 #
 # $$\eta = 0.1\cdot\frac{N\,B}{128}.$$
+#
+# With the paper's ten clients and batches of 64 samples, this is 0.5.
 #
 # How good is this approximation? Below we compare k steps of length η in a row with one step of length k·η on the same k
 # batches. The table shows the distance between the two results, relative to the length of the long step.
@@ -536,7 +541,7 @@ claim(
 # Replace each `return None` by your own lines. The cell then compares your function with the core.
 #
 # 1. Compute the server's new θ from the clients' differences, a tensor of shape (N, D), and from the clients' weights in the
-#    average. The weights need not add up to 1.
+#    average, a list of N numbers. The weights need not add up to 1.
 # 2. Compute a client's *difference* after the given number of local steps. The function `gradient(theta_D)` returns the gradient
 #    at a given model.
 #

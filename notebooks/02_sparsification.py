@@ -96,10 +96,15 @@ print(lab.forecast_trainings([base] * 6))  # five in a moment, and TCS further d
 # compression, and federations with top-K and with rand-K. Each of these two is trained with error accumulation and without it
 # (the section *Error accumulation* explains it). In all five trainings the first epoch is dense, which means that all entries are sent.
 #
+# With error accumulation, a client keeps what it has not sent. These numbers are its *errors*. In the next round it adds them to its new
+# difference. The sum is what it *intends* to send, and it sends a part of that. The core calls the fraction of entries in a mask that all
+# clients share `phi_global`, as in rand-K, and the fraction that each client chooses for itself `phi_local`, as in top-K.
+#
 # For the rounds after the dense epoch we record two things:
 #
 # - which entries of θ the server has changed at least once,
-# - how much of what the clients wanted to send was sent in each round, measured by the squared norm.
+# - how much of what the clients intended to send was sent in each round, measured by the squared norm. We record the client that sent the
+#   smallest fraction, and all clients together.
 
 # %%
 steps = {"local_steps": local_steps}
@@ -120,10 +125,12 @@ def waiting(federation):
     return errors_ND.clone() if len(errors_ND) else 0 * federation.deltas_ND
 
 
-def sent_share(federation, before_ND):
-    """The fraction of the clients' intended values that was sent in this round, by squared norm."""
-    meant_ND = before_ND + federation.deltas_ND
-    return 1 - float(waiting(federation).square().sum() / meant_ND.square().sum())
+def sent_shares(federation, before_ND):
+    """The fraction of the intended values that was sent in this round, by squared norm: of the client that
+    sent the smallest fraction, and of all clients together."""
+    meant_N = (before_ND + federation.deltas_ND).square().sum(1)
+    left_N = waiting(federation).square().sum(1)
+    return 1 - float((left_N / meant_N).max()), 1 - float(left_N.sum() / meant_N.sum())
 
 
 def train(scheme):
@@ -134,7 +141,7 @@ def train(scheme):
         for update_D in federation.rounds(epoch):
             if epoch >= federation.config.warmup:
                 moved_D |= update_D != 0
-                sent.append(sent_share(federation, before_ND))
+                sent.append(sent_shares(federation, before_ND))
             before_ND = waiting(federation)
         accuracy.append(100 * federation.evaluate()["accuracy"])
     run = {"federation": federation, "accuracy": accuracy, "sent": sent}
@@ -209,8 +216,8 @@ lab.save_figure(drawing, lab.results_folder(profile) / "figure2")
 lab.show_figures()
 
 # %% [markdown]
-# In (a), the framed entries are the largest ones of each client's row. In (b), they are drawn without regard to their size. The last
-# row shows the server's average. In (a) it has more framed entries than any client's row, and in (b) it has as many as each of them.
+# In (a), the framed entries are the largest ones of each client's row. In (b), they are drawn without regard to their size. Every row has its
+# own scale of colours, so colours of different rows cannot be compared. The last row shows the server's average. In (a) it has more framed entries than any client's row, and in (b) it has as many as each of them.
 #
 # ## How much each keeps
 #
@@ -261,10 +268,12 @@ print(f"top-K keeps {100 * squares_top:.0f} % of the squared norm in {100 * phi:
 with_tcs = {name: runs[name] for name in ("top-K", "rand-K")}
 with_tcs["TCS"] = train(tcs.Scheme.named("TCS", phi_global=phi, phi_local=phi_local, **steps))
 for name, run in with_tcs.items():
-    least, mean = min(run["sent"]), statistics.mean(run["sent"])
-    print(
-        f"{name:7s} sends {mean:6.1%} of the intended squared norm on average and {least:6.1%} at least, in {len(run['sent'])} rounds"
+    least, mean = (
+        min(one for one, _ in run["sent"]),
+        statistics.mean(all_ for _, all_ in run["sent"]),
     )
+    print(f"{name:7s} all clients together send {mean:6.1%} of the intended squared norm on average, and each client at least {least:6.2%}, "
+          f"in {len(run['sent'])} rounds")  # fmt: skip
 
 # %% [markdown]
 # Each method sends a positive fraction in every round. Top-K's fraction is smaller than the one for a single update above. The
@@ -515,8 +524,9 @@ lab.show_figures()
 
 # %% [markdown]
 # In these plots φ decreases to the right. At q = 32 the positions are a small part of the message. At q = 5 and φ below a tenth
-# they are the larger part, and their part grows as fewer entries are sent. The real code is as long as the formula says or a little
-# longer, because a real code uses whole numbers of bits and the formula does not.
+# they are the larger part, and their part grows as fewer entries are sent. With the paper's size of a block, 1/φ, the real code is as long as
+# the formula says or a little longer, because a real code uses whole numbers of bits and the formula does not. (The messages of the core use
+# the power of two near 1/φ that gives the shortest code; see [06_sparse_encoding](06_sparse_encoding.ipynb).)
 #
 # TCS spends bits on positions only for the clients' own masks. The *bit budget* of the paper is the number of bits that a client
 # sends, divided by the number of parameters and by the number of local iterations. The next table shows this total, the part of it

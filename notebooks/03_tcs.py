@@ -593,7 +593,8 @@ print(f"These are means over n = {len(rows)} seeds.\n"
 # ## Claim
 #
 # The next cell checks six more statements. (One was checked above.) The first three follow from the algorithm. The other three are measured
-# in one training each; for the last two, TCS has to end with a training loss that is lower by more than 0.02.
+# in one training each; for the last two, TCS has to end with a training loss that is lower by more than 0.02. That positions change *little* is
+# not among these statements: in this training, most of them change. [13_evidence](13_evidence.ipynb) judges it from longer trainings.
 
 # %%
 final = {name: run["loss"][-1] for name, run in runs.items()}
@@ -621,7 +622,8 @@ for name in ("no local mask", "no error accumulation"):
 #    vector (D,), and the new errors (D,).
 # 2. Write line 5, which gives the next round's `shared_K`. From which of the three vectors does it follow?
 #
-# The function `tcs.top_k_positions(vector, k, excluded)` is $S_{top}$.
+# The function `tcs.top_k_positions(vector, k, excluded)` is $S_{top}$. Entries in `excluded`, a tensor of positions (int64) or of booleans (D,),
+# are never chosen. It returns positions in ascending order, which is the order that is wanted here.
 #
 # <details><summary>Hints</summary>
 #

@@ -310,8 +310,8 @@ for n, share in at_ends.items():
 # We notice two things. First, the minimum works: no layer is left out of the global mask. (The local masks of TCS-LF still miss a
 # layer now and then, namely a small layer whose entries are all in the global mask already.) But the layers that gain most are
 # the smallest ones. The high points in the zigzag are norms and biases. In these layers a single entry is more than
-# the minimum, and more than an even share. With TCS-LF, each client adds one entry of its own to each of them. The deep
-# convolutions have most of the parameters but gain little, because they get more than their minimum anyway.
+# the minimum, and more than an even share. With TCS-LF, each client adds one entry of its own to each of them. The mask as a whole does not
+# become larger. So what the norms, the biases and the largest convolutions gain, other convolutions lose.
 #
 # Second, TCS without any minimum distributes the entries more evenly than top-K of dense updates does: input and head have fewer of
 # them (one seed). Without error accumulation, TCS does not do so. In the layers that are left out, errors accumulate until they are
@@ -319,7 +319,7 @@ for n, share in at_ends.items():
 #
 # ## Does it help the layer that is starved?
 #
-# We fixed in advance which layer we look at, and what counts as help. The layer is the one whose weights have the smallest
+# We fixed which layer we look at, and what counts as help, before these trainings. The layer is the one whose weights have the smallest
 # fraction of entries in the masks of dense training; we call it *starved*. The measure is how far training moves this layer, relative
 # to dense training with the same seed:
 #
@@ -328,7 +328,7 @@ for n, share in at_ends.items():
 #
 # Runs with the same seed start from the same weights and see the samples in the same order, so we compare them in pairs. The
 # table below shows the mean difference from TCS over the seeds, in percentage points and with a 95 % confidence interval (Student's
-# t). It shows the accuracy as well. (We chose this measure after trials with other seeds, in which accuracy after so few rounds was
+# t). It shows the accuracy as well. (We chose this measure because in earlier trials, with other seeds, accuracy after so few rounds was
 # mostly noise.)
 #
 # **What do you expect?** Does a minimum for every layer move the starved layer farther?
@@ -489,9 +489,10 @@ def free_places(layer_sizes, k, phi_min):
 assert lab.teaching.judge_solution("free_places", free_places) == "right"
 
 # %% [markdown]
-# **2. Fair top-K.** Return the positions in ascending order, counted from 0. First take every layer's own largest entries, and then
-# the largest of all other entries. In this exercise the minimum shares always fit into k. The function
-# `tcs.top_k_positions(vector, k, excluded)` is $S_{top}$, and `tcs.kept(phi, size)` gives a share as a whole number of entries.
+# **2. Fair top-K.** Return the positions in ascending order, counted from 0. First take the minimum of every layer, its
+# `tcs.kept(phi_min, size)` largest entries, and then the largest of all other entries, until there are k in all. In this exercise the
+# minimum shares always fit into k. The function `tcs.top_k_positions(vector, k, excluded)` is $S_{top}$. Entries in `excluded`, a tensor of
+# positions (int64) or of booleans (D,), are never chosen.
 #
 # <details><summary>Hint</summary>
 #
@@ -592,7 +593,7 @@ display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
   {table.loc["head + input", "parameters"]:.1%} of the parameters.
 - The paper says that later layers get a smaller share. This is **{"supported" if halves[1] < halves[0] else "contradicted"}** for the two halves of the body,
   **{"supported" if last < first_of_body else "contradicted"}** for the last layer against the body's first convolution.
-- An average entry is sent {often:.1f} times in our training, and more than 200 times in the paper's.
+- An average entry is in the shared mask {often:.1f} times in our training, and more than 200 times in the paper's.
 - The starved layer is number {starved + 1}, with {sizes_L[starved] / dimension:.0%} of the parameters. We measure how far training moves it,
   in % of dense training (n = {len(trials)} seeds, 95 % intervals).
 {helped}
@@ -601,11 +602,12 @@ display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
   accumulation (one seed).
 """))  # fmt: skip
 moved = {n: 100 * float(relative[n, learning_rates[0]][:, starved].mean()) for n in schemes}
+empty_weights = float((seen[schemes[0]][:, MASK][:, weights] == 0).float().mean())
 left_out = float((seen[schemes[-1]][:, MASK] == 0).float().mean())
 words = {n: lab.judge_mean(*change(n, learning_rates[0])) for n in schemes[1:]}
 answer.update(Markdown(f"""**In short.** The input layers and the last layer have {table.loc["head + input", "parameters"]:.1%} of the parameters, but get
-{table.loc["head + input", "kept"]:.0%} of the entries that top-K chooses. In an average round, {empty:.0%} of the layers have no entry in the shared mask of
-{schemes[0]}; with {schemes[-1]} it is {left_out:.0%}. We then looked at the layer of weights with the smallest share. Of the
+{table.loc["head + input", "kept"]:.0%} of the entries that top-K chooses. (By a layer we mean a parameter tensor.) In an average round, {empty:.0%} of the layers have no entry in the
+shared mask of {schemes[0]}; most of these are norms and biases, and of the layers of weights it is {empty_weights:.0%}. With {schemes[-1]}, {left_out:.0%} of the layers have none. We then looked at the layer of weights with the smallest share. Of the
 distance that dense training moves it, {", ".join(f"{name} reaches {share:.0f} %" for name, share in moved.items())} (η = {learning_rates[0]:g}, n = {len(trials)} seeds). The statement that a
 minimum share moves this layer farther is {" and ".join(f"**{word}** for {name}" for name, word in words.items())}.
 """))  # fmt: skip

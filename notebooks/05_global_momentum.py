@@ -276,7 +276,9 @@ lab.show_figures()
 # %% [markdown]
 # In nearly every round, most of the step is memory: it moves entries that were not in the update. This has an advantage and a
 # price. An entry that was sent once keeps moving for about $1/(1-\beta)$ rounds, but its direction is that of the round in which it
-# was sent. In this run $S_{top}(w)$ also changed less from round to round than $S_{top}(\tilde g)$. A training that used
+# was sent. In this run $S_{top}(w)$ also changed less from round to round than $S_{top}(\tilde g)$. (With only four clients, this
+# comparison says little: what they explore is at most two fifths of the mask of $S_{top}(\tilde g)$, so at least three fifths of it must stay.
+# In 03, with ten clients, most of the mask is new in every round.) A training that used
 # $S_{top}(w)$ as its mask might behave differently, but the paper does not try it. [Notebook 09](09_your_own_scheme.ipynb)
 # shows how to turn such an idea into a scheme.
 #
@@ -365,7 +367,8 @@ lab.show_figures()
 
 # %% [markdown]
 # On average over the seeds, momentum lowers the training loss of the Baseline, though the interval in *What we saw* is wide. It raises
-# the loss of TCS. With the larger η, TCS with momentum learns slowly until η drops, and then its loss falls faster. A likely reason is
+# the loss of TCS. With $(1-\beta)\,\eta$, where steps are as long as without momentum, the loss is no lower, so longer steps alone do not explain
+# this. With the larger η, TCS with momentum learns slowly until η drops, and then its loss falls faster. A likely reason is
 # the memory: most of a step follows gradients of earlier rounds, and error accumulation had delayed them already.
 #
 # These trainings are far from finished. They show how fast a scheme starts, not whether the paper is right. In most of our larger
@@ -380,7 +383,8 @@ lab.show_figures()
 # 2. The federation has the same weights as `torch.optim.SGD`, with compression and without. The tolerance of 1e-6 covers the rounding of float32.
 # 3. A client's message is as long as without momentum.
 #
-# Accuracy is reported above, but no statement about it is checked here.
+# Whether TCS reaches the accuracy of centralized training with momentum is not among these statements. In trainings as short as these, it does
+# not; [13_evidence](13_evidence.ipynb) judges this claim from longer ones.
 
 # %%
 torch_path = paths["torch.optim.SGD"]
@@ -502,7 +506,7 @@ often = len(memory) * k_global / len(probe.theta_D)
 behind, interval = gain("TCS-Global Momentum", beside="Baseline-Momentum")
 print(claim.summary())
 display(Markdown(f"""
-- These trainings are short: the average entry is sent {often:.1f} times, and in the paper more than 200 times.
+- These trainings are short: the average entry is in the shared mask {often:.1f} times, and in the paper more than 200 times.
 - Momentum changed the accuracy as follows (n = {len(trials)} seeds, intervals of 95 %):
 """ + "\n".join(f"    - {said(label)}" for label in runs if "omentum" in label) + f"""
 - Momentum changed the training loss of TCS by {changed["TCS-Global Momentum"]}, and that of the Baseline by

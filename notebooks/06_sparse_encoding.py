@@ -223,7 +223,8 @@ print(pd.DataFrame(rows).to_string(index=False))
 
 # %% [markdown]
 # Each row is one step, and the positions are those we started from. Now it is your turn: the next cell prints a code for a vector
-# and blocks of the same size. Decode it on paper before you look at the cell after it.
+# and blocks of the same size. Decode it on paper. The cell after the next one decodes it, so you can then compare. (To get a code whose
+# answer you have not seen yet, change `seed` and run these cells again.)
 
 # %%
 draw = torch.randperm(dimension, generator=torch.Generator().manual_seed(seed))

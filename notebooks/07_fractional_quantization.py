@@ -397,7 +397,8 @@ print(
 print((100 * trim).round(1).astype(str).add(" %").to_string())
 
 # %% [markdown]
-# The error is smaller, although a few values are not sent.
+# The error is smaller, although a few values are not sent. (This is not for free: the receiver must be told which values are missing, for
+# example by a code of its own. These bits are not counted here.)
 #
 # ## Edge cases
 #
@@ -510,7 +511,8 @@ claim("with one interval the quantizer is the scaled sign", alike)
 #
 # <details><summary>Hints</summary>
 #
-# 1. Compute σ first. Then try p = 1, 2, … until the magnitude is above the lower end of interval p.
+# 1. Compute σ first. Then try p = 1, 2, … up to P − 1, until the magnitude is above the lower end of interval p. If it is above none of
+#    these, p is P.
 # 2. Codes from 0 to P − 1 stand for positive values, codes from P to 2P − 1 for negative ones.
 #
 # </details>

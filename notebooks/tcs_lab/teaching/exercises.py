@@ -34,7 +34,7 @@ class Exercise(NamedTuple):
 
 
 EXERCISES: dict[str, Exercise] = {}
-RIGHT, UNWRITTEN = "right", "not written yet"
+RIGHT, UNWRITTEN = "right", "not written yet, or it returns nothing"
 
 
 def exercise(name: str, *returns: str, mistakes: tuple[Mistake, ...] = ()) -> Callable:
@@ -48,7 +48,7 @@ def exercise(name: str, *returns: str, mistakes: tuple[Mistake, ...] = ()) -> Ca
 
 
 def check_exercise(name: str, function: Any) -> None:
-    """Print one line: "right", "not written yet", or what is off. A mistake never raises an error."""
+    """Print one line: "right", that nothing was returned, or what is off. A mistake never raises an error."""
     print(f"{name}: {judge_solution(name, function)}")
 
 
