@@ -93,6 +93,7 @@ import struct
 import sys
 import warnings
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -246,6 +247,7 @@ class Scheme:
         have, such as phi_global for top-K.
         """
         family, parts = _split_name(name)
+        _check_fields(changes, {"name", "rule"})
         changes = {field: _number(value) for field, value in changes.items()}
         _check_phis(family, changes)
         found = [(part, *_suffix_of(part, name)) for part in parts]
@@ -272,6 +274,14 @@ class Scheme:
 
 
 _PHIS = ("phi_global", "phi_local", "phi_min_global", "phi_min_local", "phi_down")
+
+
+def _check_fields(given: Iterable[str], excluded: set[str]) -> None:
+    """Raise ValueError unless these are names of fields of Scheme, and none that is excluded."""
+    allowed = {field.name for field in dataclasses.fields(Scheme)} - excluded
+    if unknown := sorted(set(given) - allowed):
+        known = ", ".join(sorted(allowed))
+        raise ValueError(f"unknown field: {', '.join(unknown)}; allowed: {known}")
 
 
 def _refuse(key: str, value: Any, allowed: str) -> NoReturn:
@@ -486,20 +496,23 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
                 super().observe(self.average_D)
 
     `fields` are fields of Scheme. A family with the same name is replaced. Raises ValueError for a
-    field that is not allowed, for a name that the paper uses, and for a name such as "TCS-L4",
-    which already means a family with suffixes.
+    field that is not allowed, for a name that the paper uses, for a name such as "TCS-L4", which
+    already means a family with suffixes, and for anything but a class derived from `MaskRule`.
     """
-    allowed = {field.name for field in dataclasses.fields(Scheme)} - {"name", "rule"}
-    unknown = sorted(fields.keys() - allowed)
-    if unknown:
-        known = ", ".join(sorted(allowed))
-        raise ValueError(f"unknown field: {', '.join(unknown)}; allowed: {known}")
+    _check_fields(fields, {"name", "rule"})
     papers = name in _THE_PAPERS and (name in FAMILIES or name in RULES)
     if papers or name.endswith("+") or _has_suffixes(name):
         raise ValueError(f"scheme {name!r} is known already: choose another name")
     Scheme(name=name, rule="dense", **fields)  # raises for a field that is wrong
 
     def register(rule: type[MaskRule]) -> type[MaskRule]:
+        if not isinstance(rule, type) or not issubclass(rule, MaskRule):
+            raise ValueError(
+                f"scheme {name!r}: got {shorten(rule)}, allowed: a class derived from MaskRule"
+            )
+        if isinstance(rule.keeps, str):
+            got = f"got {rule.keeps!r}, allowed: a tuple, such as ({rule.keeps!r},)"
+            raise ValueError(f"scheme {name!r}: keeps: {got}")
         RULES[name] = rule
         FAMILIES[name] = {"rule": name, **fields}
         return rule
@@ -582,8 +595,9 @@ def top_k_positions(
     mask or positions, are never chosen. `among_K` (int64, ascending) are positions outside of which
     the vector is known to be 0. On a CPU, the other entries are then usually not read.
 
-    Raises ValueError if k is not between 0 and the number of entries that are not excluded, if an
-    entry that may be chosen is NaN, or if both `excluded` and `among_K` are given.
+    Raises ValueError if `vector_D` has several dimensions, if k is not a whole number between 0 and
+    the number of entries that are not excluded, if an entry that may be chosen is NaN, or if both
+    `excluded` and `among_K` are given.
 
     For float32 on a CPU, a threshold somewhat below the k-th largest magnitude is estimated from a
     sample. We call it the floor. Few entries reach it, and S_top is chosen exactly among these. If
@@ -596,9 +610,10 @@ def top_k_positions(
     if among_K is not None and excluded is not None:
         raise ValueError("among_K: got one together with excluded, allowed: only one of the two")
     k, numbers_D = _number(k), vector_D.detach()
+    _check_vector(numbers_D)
+    _check_k(k, len(numbers_D))
     taken_D = None if excluded is None else _as_mask(excluded, numbers_D)
-    if k <= 0 or not len(numbers_D):
-        _check_k(k, len(numbers_D))
+    if not k:
         return torch.empty(0, dtype=torch.int64, device=numbers_D.device)
     if not is_on_cpu(numbers_D) or numbers_D.dtype != torch.float32:
         magnitudes_D, eligible = numbers_D.abs(), len(numbers_D)
@@ -743,16 +758,30 @@ def _largest_by_numpy(numbers_D: np.ndarray, k: int) -> tuple[np.ndarray, float]
 _NOT_A_NUMBER = "the vector holds a NaN: its largest entries are not defined"
 
 
+def _check_vector(vector_D: Tensor) -> None:
+    if vector_D.dim() != 1:
+        raise ValueError(f"vector_D: got shape {tuple(vector_D.shape)}, allowed: one dimension")
+
+
 def _check_k(k: int, eligible: int) -> None:
-    if not 0 <= k <= eligible:
-        raise ValueError(f"k: got {k}, allowed: 0 to {eligible} (entries that may be chosen)")
+    if type(k) is not int or not 0 <= k <= eligible:
+        allowed = f"a whole number from 0 to {eligible} (entries that may be chosen)"
+        raise ValueError(f"k: got {shorten(k)}, allowed: {allowed}")
 
 
 def _as_mask(mask: Tensor, vector_D: Tensor) -> Tensor:
     """Return a mask, or positions, as a (D,) mask on the vector's device."""
-    if mask.dtype == torch.bool:
-        return mask
-    return positions_to_mask(mask.to(vector_D.device), len(vector_D))
+    if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, torch.int64):
+        got = f"{mask.dtype}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise ValueError(
+            f"excluded: got {got}, allowed: a tensor of positions (int64) or of booleans (D,)"
+        )
+    if mask.dtype == torch.int64:
+        return positions_to_mask(mask.to(vector_D.device), len(vector_D))
+    if mask.shape != vector_D.shape:
+        got = f"a mask of shape {tuple(mask.shape)}"
+        raise ValueError(f"excluded: got {got}, allowed: {tuple(vector_D.shape)}")
+    return mask
 
 
 def top_k_mask(vector_D: Tensor, k: int) -> Tensor:
@@ -774,7 +803,15 @@ def random_positions(k: int, dimension: int, *seed: int) -> Tensor:
 
 
 def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
-    """Return a (D,) bool mask with ones at the positions."""
+    """Return a (D,) bool mask with ones at the positions, int64 (K,).
+
+    On a CPU, raises ValueError for a position that is out of range.
+    """
+    if is_on_cpu(positions_K) and len(positions_K):
+        low, high = positions_K.aminmax()
+        if low < 0 or high >= dimension:
+            got = f"{int(low)} to {int(high)}"
+            raise ValueError(f"positions: got {got}, allowed: 0 to {dimension - 1}")
     mask_D = torch.zeros(dimension, dtype=torch.bool, device=positions_K.device)
     return mask_D.index_fill_(0, positions_K, True)
 
@@ -803,9 +840,12 @@ def layerwise_top_k_positions(
     a GPU the host waits for these checks.
     """
     k, layer_sizes = _number(k), [_number(size) for size in layer_sizes]
-    if sum(layer_sizes) != len(vector_D):
-        got = f"layer_sizes: got {sum(layer_sizes)} in all"
-        raise ValueError(f"{got}, allowed: {len(vector_D)}")
+    _check_vector(vector_D)
+    if sum(layer_sizes) != len(vector_D) or min(layer_sizes, default=1) < 1:
+        got = f"layer_sizes: got {shorten(layer_sizes)}"
+        raise ValueError(f"{got}, allowed: at least 1 each, and {len(vector_D)} in all")
+    if not 0 < phi_min <= 1:
+        _refuse("phi_min", phi_min, "a fraction in (0, 1]")
     magnitudes_D = vector_D.detach().abs()
     eligible = len(vector_D)
     if excluded is not None:
@@ -935,8 +975,9 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
     if len(bits) != length:
         raise ValueError(f"bits: got {len(bits)} with {count} entries, allowed: {length}")
     block_index_K = starts_K - torch.arange(count, device=bits.device) * (1 + width)
-    inside = bits[starts_K.unsqueeze(1) + torch.arange(1, width + 1, device=bits.device)].long()
-    inside_K = (inside << torch.arange(width - 1, -1, -1, device=bits.device)).sum(1)
+    inside_K = torch.zeros_like(starts_K)
+    for place in range(1, width + 1):  # one bit of all positions at a time takes little memory
+        inside_K = inside_K.mul_(2).add_(bits[starts_K + place])
     if (inside_K >= block).any():
         got = f"position {int(inside_K.max())} inside a block"
         raise ValueError(f"bits: got {got}, allowed: 0 to {block - 1}")
@@ -947,14 +988,14 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
 
 def _flag_starts(bits: Tensor, width: int) -> np.ndarray:
     """Return where the "1" of each entry is: the next 1 after the previous entry's bits."""
-    stream, starts = bits.cpu().numpy().tobytes(), []
+    stream, starts = bits.cpu().numpy().tobytes(), array("q")
     find, place = stream.find, stream.find(b"\x01")
     while place >= 0:
         starts.append(place)
         place = find(b"\x01", place + 1 + width)
     if starts and starts[-1] + width >= len(stream):
         raise ValueError("bits: got a stream that ends inside an entry, allowed: whole entries")
-    return np.fromiter(starts, np.int64, len(starts))
+    return np.array(starts, np.int64)
 
 
 # ══ 4. Values on the wire: fractional quantization and the scaled sign (Sec. II-F) ════════════════
@@ -1356,9 +1397,9 @@ def decode_message(
     must agree with them. `mask_tag` is the one that was given to `encode_message`.
 
     `data` may be untrusted. All of it is checked, including values (finite) and positions (in
-    range, ascending, not in the shared mask). Memory stays within a small multiple of its length
-    and of the number of shared positions. Raises ValueError for anything that is not a valid
-    message.
+    range, ascending, not in the shared mask). Memory stays within about twenty times its length,
+    and a small multiple of the number of shared positions. Raises ValueError for anything that is
+    not a valid message.
     """
     kind, who, when, own = _check_header(data, wire.tag ^ mask_tag)
     dense = shared_K is None
@@ -1777,8 +1818,9 @@ class TCS(MaskRule):
     def observe(self, update_D: Tensor) -> None:
         """Choose the next round's shared mask: S_top of the update (D,), line 5.
 
-        An update that is all zero keeps the mask. On a GPU, the old mask is kept only if it already
-        has the size of the new one.
+        An update that is all zero keeps the mask, also if there is none yet. On a GPU, the old mask
+        is kept only if it already has the size of the new one. As long as there is none, the host
+        waits for one value.
         """
         if not self.k_global:
             return
@@ -1797,6 +1839,8 @@ class TCS(MaskRule):
         else:
             magnitudes_K = update_D[chosen_K].abs()
             is_update = magnitudes_K.any()
+            if before_K is None and not _host_reads(is_update):
+                return
             if before_K is not None and len(before_K) == len(chosen_K):
                 chosen_K = torch.where(is_update, chosen_K, before_K)
                 if self.magnitudes_K is not None:
@@ -2203,6 +2247,9 @@ class Client:
         self.known, self.number = known, _check_whole("number", number, 0, SERVER - 1)
         if errors_D is None and known.scheme.keeps_errors:
             errors_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
+        elif errors_D is not None:
+            like = torch.empty(1, dtype=torch.float32, device="cpu").expand(known.dimension)
+            check_same_state("errors_D", errors_D, like)
         self.errors_D = errors_D
         self.in_flight: InFlight | None = None
         self.value_bits, self.quantizer = known.scheme.value_bits, known.scheme.quantizer
@@ -2415,6 +2462,9 @@ class Client:
         } | self._kept_tensors()
         flight = state.get("in_flight")
         check_same_state("state", state | ({} if flight is None else {"in_flight": None}), wanted)
+        for name in names_to_keep(self):
+            if isinstance(state[name], Tensor) and not state[name].isfinite().all():
+                raise ValueError(f"state: {name}: got NaN or infinity, allowed: finite numbers")
         if state["number"] != self.number:
             raise ValueError(
                 f"state: number of the client: got {state['number']}, allowed: {self.number}"
@@ -2685,6 +2735,8 @@ class Link:
     on_bad = "stop"
 
     def __init__(self, channel: Callable[[int, bytes], bytes] | None = None, on_bad: str = "stop"):
+        if channel is not None and not callable(channel):
+            _refuse("channel", channel, "a function of a client's number and bytes, or None")
         if on_bad not in ("stop", "skip"):
             raise ValueError(f"on_bad: got {on_bad!r}, allowed: stop or skip")
         self.channel, self.on_bad = channel, on_bad
@@ -2805,6 +2857,8 @@ class Compressor:
         if self.scheme.centralized and clients > 1:
             name = self.scheme.name
             raise ValueError(f"clients: got {clients}, allowed: 1 ({name} is centralized)")
+        if link is not None and not isinstance(link, Link):
+            _refuse("link", link, "a Link, such as Link(function), or None")
         self.known = Known(self.scheme, layer_sizes, seed, device, order)
         self.client_count, self.link = clients, link or Link()
         rows = clients if self.scheme.keeps_errors else 0
@@ -3006,17 +3060,29 @@ class Compressor:
     bytes_down = property(lambda self: self.traffic.bytes_down)
 
     def keep_errors_in(self, errors_ND: Tensor) -> None:
-        """Use the memory of this tensor (N, D), which holds zeros, for the errors. Call it before
-        the first round. Raises ValueError for another shape or type."""
+        """Use the memory of this tensor (N, D) for the errors. It must hold zeros, which is not
+        checked. Call it before the first round. Raises ValueError for another shape or type, and
+        after a round has begun."""
         check_same_state("errors_ND", errors_ND, self.errors_ND)
+        if self.known.round or self.known.status != CLOSED:
+            got = f"got a call in round {self.known.round}"
+            raise ValueError(f"keep_errors_in: {got}, allowed: before the first round")
+        self._use_errors(errors_ND)
+
+    def _use_errors(self, errors_ND: Tensor) -> None:
         self.errors_ND = errors_ND
         for client, errors_D in zip(self.clients.values(), errors_ND, strict=False):
             client.errors_D = errors_D
 
     def scale_errors_(self, factor: float) -> None:
-        """Multiply all errors by a factor, because their unit changes."""
+        """Multiply all errors by a factor, because their unit changes. Raises ValueError for a
+        factor that is not finite."""
         self._check_usable()
         factor = _number(factor)
+        if not isinstance(factor, Real) or not math.isfinite(factor):
+            _refuse("factor", factor, "a finite number")
+        if factor == 1:
+            return
         self._is_whole = False
         for client in self.clients.values():
             client.scale_(factor)
@@ -3061,7 +3127,7 @@ class Compressor:
         """Restore the object after pickling or a deep copy, where each tensor received separate
         memory."""
         self.__dict__ |= state
-        self.keep_errors_in(self.errors_ND)
+        self._use_errors(self.errors_ND)
 
 
 _WAY_ON = "allowed: load_state_dict of a saved state, or a new Compressor"
@@ -3605,7 +3671,8 @@ class LocalTrainer:
             seed = random_seed(self.seed, t, n)
             torch.default_generator.manual_seed(seed)
             if self.flat.device.type == "cuda":
-                torch.cuda.manual_seed(seed)
+                with torch.cuda.device(self.flat.device):  # manual_seed means the current GPU
+                    torch.cuda.manual_seed(seed)
         for tau in range(self.scheme.local_steps):
             versions = list(map(_VERSION, self.flat.parameters))
             loss = self.loss(self.model, self.feed.batch(n, t, tau))
@@ -4056,17 +4123,21 @@ class Feed:
         }  # fmt: skip
 
     def check_state(self, state: Any) -> None:
-        """Raise ValueError unless this is the state of a feed with the same number of clients."""
+        """Raise ValueError for the state of a feed with another number of clients, and if batches
+        have been taken from an iterator, which cannot go back."""
         check_state_version("state: feed", state)
         check_same_state("state: feed", state, self.state_dict())
         for count in (*state["passes"], *state["given"]):
             _check_whole("state: feed: passes or batches", count, 0, 2**63 - 1)
+        for n, (source, running) in enumerate(zip(self.sources, self._running, strict=True)):
+            if isinstance(source, Iterator) and running is not None:
+                got = "got an iterator from which batches have been taken, which cannot go back"
+                raise ValueError(f"feed: client {n}: {got}, allowed: a DataLoader or a list")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state: batches that had been given before it was saved are skipped.
 
-        Raises ValueError, with nothing changed, for the state of a feed with another number of
-        clients.
+        Raises ValueError, with nothing changed, for a state that `check_state` refuses.
         """
         self.check_state(state)
         self.passes, self.given = list(state["passes"]), list(state["given"])
@@ -4091,8 +4162,11 @@ def _parts_of(source: Any) -> list[Any]:
         found.append(part)
         for name in _INNER:
             inner = getattr(part, name, None)
-            inner = list(inner.values()) if isinstance(inner, dict) else inner
-            todo += inner if isinstance(inner, list | tuple) else [inner]
+            if not isinstance(inner, list | tuple | dict):
+                todo.append(inner)
+            elif name == "datasets":  # those of a ConcatDataset or a StackDataset
+                todo += inner.values() if isinstance(inner, dict) else inner
+            # Any other list holds samples or their numbers, which may be very many.
     return found
 
 
@@ -4325,12 +4399,13 @@ def tcs_hook(
     # 5. While the collectives run, keep little in memory. The intended values are in the errors,
     # too, and the shared mask as a (D,) tensor is no longer needed.
     client.in_flight, known.shared_D = None, known.shared_D.new_empty(0)
-    step = UnderWay(client, buffer, is_finite, summed, packed, gathered)
+    step = UnderWay(client, buffer, used_L.any(), is_finite, summed, packed, gathered)
     return torch.futures.collect_all(futures).then(lambda done: _average(step, done.value()))
 
 
-# DDP compares these annotations with types, but in this module annotations are text (PEP 563).
-tcs_hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+if dist.is_available():  # some builds of torch are without it
+    # DDP compares these annotations with types, but in this module annotations are text (PEP 563).
+    tcs_hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
 
 
 PAPER_SHARES = {"phi_global": 1e-2, "phi_local": 1e-3}  # for TCSState(**PAPER_SHARES)
@@ -4445,6 +4520,9 @@ class TCSState:
         )
         if process_group == dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("process_group: got one without this rank, allowed: one that has it")
+        if isinstance(process_group, int | float | str | nn.Module):
+            allowed = "a process group or None (give other settings by name, as phi_global=0.02)"
+            _refuse("process_group", process_group, allowed)
         self.process_group = process_group
         self.can_undo = can_undo
         self.bytes_sent = dict.fromkeys(("dense", "shared", "explored"), 0)
@@ -4817,9 +4895,9 @@ class BucketClient(Client):
     sums: Tensor | None = None  # sums of the parameters then, until a version counter has advanced
 
     def __init__(self, known: Known, momentum: float = 0.0):
-        super().__init__(known, errors_D=torch.zeros(1, dtype=torch.float32, device=known.device))
-        keeps = known.scheme.keeps_errors
-        self.errors_D = cast(Tensor, self.errors_D).expand(known.dimension) if keeps else None
+        zero = torch.zeros(1, dtype=torch.float32, device=known.device)
+        super().__init__(known, errors_D=zero.expand(known.dimension))  # no memory until it is used
+        self.errors_D = self.errors_D if known.scheme.keeps_errors else None
         self.momentum, self.momentum_D = momentum, None
         if momentum:
             size, device = known.dimension, known.device
@@ -4875,7 +4953,8 @@ class UnderWay(NamedTuple):
 
     client: BucketClient
     buffer: Tensor
-    is_finite: Tensor  # whether this rank's gradient is finite, bool ()
+    is_used: Tensor  # whether this rank's gradient is not 0 everywhere, bool ()
+    is_finite: Tensor  # whether it is finite, bool ()
     summed: Tensor  # shares on the shared mask, then flags
     packed: Tensor  # int32, this rank's own positions, then the bits of its values
     gathered: list[Tensor]  # `packed` of every rank
@@ -4885,6 +4964,8 @@ def _check_caller(state: TCSState, bucket: Any, others: tuple[Any, ...]) -> None
     """Raise ValueError unless the caller is DDP, and no optimizer steps during the backward
     pass."""
     allowed = "DistributedDataParallel.register_comm_hook(state, tcs_hook)"
+    if not isinstance(state, TCSState):
+        raise ValueError(f"tcs_hook: state: got {shorten(state)}, allowed: a TCSState")
     if others or isinstance(bucket, Tensor):
         got = "gradients from FSDP, which has no buckets and may shard them"
         raise ValueError(f"tcs_hook: got {got}, allowed: {allowed}")
@@ -5026,7 +5107,7 @@ def _average(step: UnderWay, done: list[torch.futures.Future]) -> Tensor:
     finite = [part.isfinite().all() for part in (sums_K, *(values_K for _, values_K in explored))]
     void = (flags[-1] > 0) | ~torch.stack(finite).all()
     counts_L = (flags[:-1] > 0) & ~void
-    client.counted = counts_L.any()
+    client.counted = counts_L.any() & step.is_used
     may_be_void = not is_on_cpu(void) or bool(void)  # on a GPU the host does not read `void`
     all_count = is_on_cpu(void) and bool(counts_L.all())
     counted = _everything if all_count else _counting(known, counts_L)
@@ -5159,7 +5240,11 @@ def check_state_version(key: str, given: Any) -> None:
     if not isinstance(given, dict):
         got = f"got a {type(given).__name__}"
         raise ValueError(f"{key}: {got}, allowed: a dictionary, as state_dict() returns it")
-    version = given.get("version", 1)
+    if "version" not in given:
+        got = f"got a dictionary without `version`, with the keys {shorten(list(given))}"
+        way = "what state_dict() of this class returned (earlier versions of it cannot be loaded)"
+        raise ValueError(f"{key}: {got}, allowed: {way}")
+    version = given["version"]
     if type(version) is not int or version != STATE_VERSION:
         way = "load it with the version of tcs_core that saved it, or begin anew"
         raise ValueError(

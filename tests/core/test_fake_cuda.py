@@ -40,15 +40,23 @@ def play(name, loss=tcs.cross_entropy):
     feed = HeldFeed([[(torch.empty(4, 3, 8, 8), labels)] * 2 * steps] * CLIENTS, steps)
     federation = tcs.Federation(small_net(), feed, name, 0.1, loss=loss, weight_decay=1e-4)
     known = federation.compressor.known
-    known.rule.observe(federation.theta_D)  # a mask to start with
+    give_mask(known, federation.theta_D)
     federation.compressor.link = DeferredLink(known)
     federation.round()
     return federation
 
 
+def give_mask(known, update_D):
+    """The first mask, for which the host looks at one value."""
+    with pytest.MonkeyPatch.context() as first:
+        first.setattr(tcs, "_host_reads", lambda flag: True)
+        known.rule.observe(update_D)
+
+
 def leave_random_numbers(monkeypatch):
     """Only a device that is there has a random state, and a fake tensor holds none."""
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
 @pytest.fixture
@@ -102,7 +110,7 @@ def test_the_host_looks_at_no_value_before_the_end_of_a_round(name, on_cpu):
 def test_client_and_server_by_halves_stay_on_their_device(name, on_cuda):
     """To the one look of `Server.finish`, which everything goes into."""
     known = tcs.Known(name, [60, 40], device="cuda")
-    known.rule.observe(torch.ones(100))
+    give_mask(known, torch.ones(100))
     clients, server = [tcs.Client(known, n) for n in range(2)], tcs.Server(known)
     known.begin()
     for client in clients:

@@ -243,6 +243,21 @@ def test_the_state_warns_once_where_gradients_are_thrown_away_and_nowhere_else(t
         assert counts == wanted
 
 
+def joins(ranks, folder):
+    """A loop in which rank 0 has fewer batches. It joins, which is to say that it takes part with zeros."""
+    model, state = under_ddp()
+    optimizer, found = SGD(model.parameters()), []
+    with counting_warnings(found), model.join():
+        for number in range(3 + 3 * ranks.rank):
+            steps(model, state, optimizer, number)
+    return found[0], flat(model.parameters()).tolist()
+
+
+def test_a_rank_that_has_joined_is_not_warned(tmp_path):
+    (first, ends), (second, others) = start(2, tmp_path, joins)
+    assert first == second == 0 and ends == others
+
+
 # A step is taken back ─────────────────────────────────────────────────────────────────────────────
 
 SIZES = [600, 400, 100]
