@@ -765,7 +765,7 @@ def _check_vector(vector_D: Tensor) -> None:
 
 def _check_k(k: int, eligible: int) -> None:
     if type(k) is not int or not 0 <= k <= eligible:
-        allowed = f"a whole number from 0 to {eligible} (entries that may be chosen)"
+        allowed = f"0 to {eligible} (a whole number of entries that may be chosen)"
         raise ValueError(f"k: got {shorten(k)}, allowed: {allowed}")
 
 
@@ -807,6 +807,7 @@ def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
 
     On a CPU, raises ValueError for a position that is out of range.
     """
+    dimension = _number(dimension)
     if is_on_cpu(positions_K) and len(positions_K):
         low, high = positions_K.aminmax()
         if low < 0 or high >= dimension:
@@ -841,9 +842,12 @@ def layerwise_top_k_positions(
     """
     k, layer_sizes = _number(k), [_number(size) for size in layer_sizes]
     _check_vector(vector_D)
-    if sum(layer_sizes) != len(vector_D) or min(layer_sizes, default=1) < 1:
-        got = f"layer_sizes: got {shorten(layer_sizes)}"
-        raise ValueError(f"{got}, allowed: at least 1 each, and {len(vector_D)} in all")
+    if sum(layer_sizes) != len(vector_D):
+        got = f"layer_sizes: got {sum(layer_sizes)} in all"
+        raise ValueError(f"{got}, allowed: {len(vector_D)}")
+    if min(layer_sizes, default=1) < 1:
+        raise ValueError(f"layer_sizes: got {shorten(layer_sizes)}, allowed: at least 1 each")
+    phi_min = _number(phi_min)
     if not 0 < phi_min <= 1:
         _refuse("phi_min", phi_min, "a fraction in (0, 1]")
     magnitudes_D = vector_D.detach().abs()
@@ -4475,7 +4479,7 @@ class TCSState:
     and "shared" to all_reduce, "explored" to all_gather. The few bytes with which the ranks compare
     their states in the first step are not counted. On a GPU the host waits for values in two steps,
     and rarely in others. In the first step, the ranks compare their states. In the last dense step,
-    the host reads whether the average is finite.
+    the host reads of each bucket whether the average is finite, and whether it is 0 everywhere.
 
     Each rank saves its own `state_dict` between two steps, and loads it into a new state with the
     same settings. All errors, that is, everything that was not sent yet, are kept in this way. If

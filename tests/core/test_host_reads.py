@@ -181,12 +181,13 @@ def test_only_the_first_step_of_the_hook_and_the_last_dense_one_read_values(
     buckets, momentum, as_on_a_gpu, monkeypatch
 ):
     """The first: what the ranks begin with. The second, last of the dense ones: whether the average
-    of a bucket, which gives its mask, is finite. No other reads any, however many buckets there are."""
+    of a bucket, which gives its mask, is finite, and whether it is 0. No other reads any, however many
+    buckets there are."""
     alone_in_a_group(monkeypatch)
     state = tcs.TCSState(Alone(), start_iter=2, momentum=momentum, **SHARED_AND_OWN)
     gradients = [deltas_ND[0] for deltas_ND in deltas_like_training(ROUNDS, 1, SIZES)]
     counts, _ = steps_of_a_hook(state, gradients, buckets)
-    assert counts == [1, buckets, 0, 0, 0, 0] and state.bytes_sent["explored"] == 4 * 8 * 20
+    assert counts == [1, 2 * buckets, 0, 0, 0, 0] and state.bytes_sent["explored"] == 4 * 8 * 20
 
 
 @pytest.mark.parametrize("buckets", [1, 3])

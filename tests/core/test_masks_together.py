@@ -30,7 +30,9 @@ def calls_of_a_round(name, clients):
     """Of a sparse round on a GPU that is not there, up to the server's reply."""
     with FakeTensorMode(), torch.device("cuda"):
         compressor = tcs.Compressor(name, SIZES, clients, device="cuda")
-        compressor.rule.observe(torch.ones(1000))  # a mask to start with
+        with pytest.MonkeyPatch.context() as first:  # a mask to start with
+            first.setattr(tcs, "_host_reads", lambda flag: True)
+            compressor.rule.observe(torch.ones(1000))
         compressor.link.to_clients = lambda server: (server.average(), 0)  # reads no value
         with Calls() as calls:
             compressor.step(torch.ones(clients, 1000))
