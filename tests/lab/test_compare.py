@@ -340,6 +340,69 @@ def test_the_same_command_makes_nothing_again_and_another_file_does(folder, caps
     assert json.loads(row.read_text(encoding="utf-8"))["sha256"] == find_method(str(path)).sha256
 
 
+HELPED = {
+    "quantizer": """
+def edge(values_K):
+    return values_K.abs().max() * 1.0
+
+@tcs.register_quantizer("U", "uniform")
+def uniform(values_K, intervals):
+    width = (edge(values_K) / intervals).clamp(min=1e-30)
+    interval_K = (values_K.abs() / width).ceil().clamp(1, intervals).long() - 1
+    means_P = width * (torch.arange(intervals) + 0.5)
+    return (interval_K + intervals * (values_K < 0)).int(), means_P
+
+tcs.register_scheme("Helped", value_bits=5, quantizer="uniform")(tcs.TCS)
+""",
+    "code": """
+def edge(code):
+    return code + bytes(1)
+
+class Longer(tcs.BlockCode):
+    def encode(self, message, wire):
+        code, plain = super().encode(message, wire)
+        return edge(code), plain
+
+    def decode(self, code, shared, own, wire):
+        return super().decode(code[:-1], shared, own, wire)
+
+tcs.CODES["longer"] = Longer()
+tcs.register_scheme("Helped", code="longer")(tcs.TCS)
+""",
+    "a family of a core rule that is entered by hand": """
+def edge(code):
+    return code
+
+tcs.CODES["longer"] = tcs.BlockCode()
+tcs.FAMILIES["Helped"] = {"code": "longer"}
+""",
+}
+
+
+@pytest.mark.parametrize("kind", HELPED)
+def test_another_helper_function_makes_other_runs(folder, kind):
+    """Also where the file registers a rule of the core, beside a quantizer or a code of its own."""
+    before, digests = dict(tcs.RULES), []
+    for version in ("", "\n    # another version"):
+        head, tail = HELPED[kind].split("):\n", 1)
+        method = find_method(str(written(folder, f"{head}):{version}\n{tail}")))
+        tcs.Compressor(method.name, [300, 200], 2).step(torch.randn(2, 500))
+        digests.append(lab.RunConfig(method.name).digest)
+        assert method.names[0] == "Helped" and len(method.names) == 3
+    assert digests[0] != digests[1]
+    assert before.items() <= tcs.RULES.items()
+
+
+def test_a_name_that_is_no_text_is_not_the_name_of_a_method(folder):
+    for member in ("@property\n    def name(self):", "def name(self):"):
+        text = SIGNS.replace("class Signs:", f"class Signs:\n    {member}\n        return 'x'\n")
+        assert find_method(str(written(folder, text))).name == "Signs"
+
+
+def test_a_class_with_two_names_in_its_file_is_one_method(folder):
+    assert find_method(str(written(folder, f"{SIGNS}\nOther = Signs\n"))).name == "Signs"
+
+
 def test_a_dry_run_finds_mistakes_in_a_rule(folder, capsys):
     for keeps, mistake in (("()", "self.kglobal"), ('("gone",)', "None")):
         text = f"""
@@ -570,6 +633,12 @@ def test_a_track_stores_rows_of_planned_schemes_only(folder):
 
 # Wrong files ──────────────────────────────────────────────────────────────────────────────────────
 
+
+def initialized(line):
+    """A class with this line, the file's sixth, in its __init__."""
+    return SIGNS.replace("class Signs:", f"class Signs:\n    def __init__(self):\n        {line}\n")
+
+
 WRONG = {
     "nothing": ("x = 1\n", "no method in it"),
     "several": (SIGNS + SIGNS.replace("Signs", "Others"), "mine.py:Signs or"),
@@ -586,6 +655,27 @@ WRONG = {
         SIGNS.replace("class Signs:", "class Signs:\n    def __init__(self, share): pass\n"),
         "Signs.__init__() missing 1 required positional argument: 'share'",
     ),
+    "two names": (
+        SIGNS.replace("class Signs:", "class Signs:\n    name = 'Mine'")
+        + SIGNS.replace("class Signs:", "class Others:\n    name = 'Mine'"),
+        "got Mine (class Signs) and Mine (class Others), allowed: methods whose names differ",
+    ),
+    "names equal but for case": (
+        SIGNS + SIGNS.replace("Signs", "SIGNS"), "got Signs (class Signs) and SIGNS (class SIGNS)",
+    ),
+    "the name of a rule": (
+        '@tcs.register_scheme("signs")\nclass Mine(tcs.TopK): pass\n' + SIGNS,
+        "got signs and Signs (class Signs)",
+    ),
+    "an unknown name": (initialized("self.share = SHARE"), "line 6: Signs: NameError: name 'SHARE'"),
+    "a missing key": (initialized("self.share = {}['x']"), "line 6: Signs: KeyError: 'x'"),
+    "an error of torch": (
+        initialized("torch.zeros(2) @ torch.zeros(3)"), "line 6: Signs: RuntimeError: ",
+    ),
+    "an error of types": (initialized("self.share = 1 + 'x'"), "line 6: Signs: "),
+    "it exits when it is made": (initialized("raise SystemExit(0)"), "line 6: Signs: SystemExit: 0"),
+    "a second file": ("import no_such_helper\n", "a method must be in one file"),
+    "a second file, later": (initialized("import no_such_helper"), "a method must be in one file"),
 }  # fmt: skip
 
 
