@@ -14,7 +14,7 @@ import pytest
 import tcs_lab as lab
 import torch
 from tcs_lab.__main__ import main
-from tcs_lab.compare import methods, scoring
+from tcs_lab.compare import methods, rows, scoring
 from tcs_lab.compare import table as tables
 from tcs_lab.compare.methods import find_method
 from tcs_lab.compare.track import read_track
@@ -401,6 +401,41 @@ def test_a_name_that_is_no_text_is_not_the_name_of_a_method(folder):
 
 def test_a_class_with_two_names_in_its_file_is_one_method(folder):
     assert find_method(str(written(folder, f"{SIGNS}\nOther = Signs\n"))).name == "Signs"
+
+
+def test_an_older_point_stays_in_the_row_only_if_its_runs_are_of_this_track(folder):
+    path, track = EXAMPLES / "mask_rule.py", folder / "tiny.yaml"
+    names = ["Average-Mask", "Average-Mask-K4", "Average-Mask-K16"]
+
+    def read():
+        file = folder / "results" / "tiny" / "Average-Mask" / "row.json"
+        row = json.loads(file.read_text(encoding="utf-8"))
+        assert sorted(row["points"]) == sorted(row["tried"])
+        return row
+
+    assert compare(folder, path) == 0
+    first = read()
+    assert list(first["points"]) == names[:1]
+    assert compare(folder, path, "--densities") == 0
+    assert sorted(read()["points"]) == sorted(names)
+    assert compare(folder, path) == 0
+    assert sorted(read()["points"]) == sorted(names)
+    assert read()["points"][names[0]] == first["points"][names[0]]
+    track.write_text(TRACK.replace("epochs: 2", "epochs: 3"), encoding="utf-8")
+    assert compare(folder, path) == 0
+    assert list(read()["points"]) == names[:1]
+    assert read()["points"][names[0]] != first["points"][names[0]]
+    track.write_text(TRACK, encoding="utf-8")  # the runs of the first track are still there
+    assert compare(folder, path) == 0
+    assert read()["points"] == first["points"]
+
+
+def test_committed_rows_are_what_their_runs_say(monkeypatch):
+    """Then they are not written again."""
+    monkeypatch.setattr(rows, "write_json", lambda *_: pytest.fail("a committed row is written"))
+    monkeypatch.setattr(rows, "probe_method", lambda *_: pytest.fail("a committed row is measured"))
+    for name in ("Baseline", "TCS"):
+        rows._save_row(read_track(), find_method(name), (name,))
 
 
 def test_a_dry_run_finds_mistakes_in_a_rule(folder, capsys):

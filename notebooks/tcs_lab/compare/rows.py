@@ -101,25 +101,30 @@ def make_rows(track: Track, method: Method, names: Sequence[str], jobs: int) -> 
 
 
 def _save_row(track: Track, method: Method, names: Sequence[str]) -> None:
-    """Save a method's row and its file in results/compare/<method>/. The points of an older row of the
-    same file remain in it. The row is left as it is if it has all points already."""
+    """Save a method's row and its file in results/compare/<method>/.
+
+    An older row of the same file keeps its further schemes if all of their runs on this track are made;
+    with another track they are left out. The row's file stays as it is if nothing in it has changed.
+    """
     folder, kept = track.folder / method.folder, read_row(track.folder / method.folder)
     if kept.get("sha256") != method.sha256:
         kept = {}
+    further = [name for name in kept.get("tried", {}) if name not in names]
+    older = {name: track.find_scheme(name, method) for name in further}
     tuned = {name: track.find_scheme(name, method) for name in names}
+    tuned |= {name: one for name, one in older.items() if one.is_complete}
     points = {p.scheme: _point_fields(p) for p in Scores(track, list(tuned.values())).points}
-    diverged = {name: one.diverged for name, one in tuned.items() if one.diverged}
-    before = kept.get("points", {})
-    if kept and all(before.get(name) == point for name, point in points.items()) and not diverged:
-        return
     row: dict[str, Any] = {
         "method": method.name, "file": method.file and method.file.name, "sha256": method.sha256,
-        "tried": kept.get("tried", {}) | {name: _list_tried(one) for name, one in tuned.items()},
-        "diverged": diverged, "points": before | points,
+        "tried": {name: _list_tried(one) for name, one in tuned.items()},
+        "diverged": {name: one.diverged for name, one in tuned.items() if one.diverged},
+        "points": points,
     }  # fmt: skip
+    if all(kept.get(key) == row[key] for key in ("tried", "diverged", "points")):
+        return
     usual = tuned[names[0]].search
     chosen = usual.config(usual.chosen or 1.0, track.seeds[0])
-    if points and not chosen.scheme.centralized:
+    if names[0] in points and not chosen.scheme.centralized:
         beside = track.find_scheme("TCS").search.config(1.0, track.seeds[0])
         with method.guard(chosen):
             row |= asdict(probe_method(chosen, beside, load_data(chosen)))
