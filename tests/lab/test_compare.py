@@ -16,7 +16,9 @@ import torch
 from tcs_lab.__main__ import main
 from tcs_lab.compare import methods, rows, scoring
 from tcs_lab.compare import table as tables
+from tcs_lab.compare import track as tracks
 from tcs_lab.compare.methods import find_method
+from tcs_lab.compare.probe import Probe
 from tcs_lab.compare.track import read_track
 from tcs_lab.schemes.packing import Context, pack, recoded_size, unpack
 from tcs_lab.schemes.tensors import Side
@@ -473,6 +475,22 @@ def test_a_dry_run_says_how_many_runs_it_can_become(folder, capsys):
     assert most == first + 2
 
 
+def test_the_time_of_the_runs_is_that_of_a_slower_method(folder, capsys, monkeypatch):
+    measured = Probe(1.0, 8.0, 1.0, True)
+    monkeypatch.setattr(rows, "probe_method", lambda *_, **__: measured)
+    path = written(folder, SIGNS)
+    for local_steps, minutes in ((1, "0.8"), (2, "0.4")):
+        text = f"""
+@tcs.register_scheme("Slow", local_steps={local_steps})
+class Slow(tcs.TCS): pass
+"""
+        for file in (path, written(folder, text, "slow.py"))[local_steps > 1 :]:
+            assert compare(folder, file, "--dry-run") == 0
+            assert f"4 runs of about {minutes} minutes" in capsys.readouterr().out
+    assert compare(folder, path) == 0  # nothing is measured before these runs
+    assert "can take several times as long" in capsys.readouterr().err
+
+
 def test_densities_that_send_the_same_are_found_before_the_runs(folder, capsys):
     text = """
 @tcs.register_scheme("Half", phi_global=0.1, phi_local=None)
@@ -504,6 +522,41 @@ def test_stored_rows_are_made_by_the_queue_and_stand_beside_a_method(folder, cap
     assert compare(folder, "TCS") == 0
     assert (folder / "results/tiny/TCS/row.json").read_bytes() == row
     assert {f: f.read_bytes() for f in (folder / "results/tiny/runs").iterdir()} == stored
+
+
+def test_it_is_said_before_the_runs_if_no_known_method_is_made(folder, capsys):
+    path = written(folder, SIGNS)
+    assert compare(folder, path) == 0
+    said = capsys.readouterr().err
+    assert said.index("no other known method") < said.index("missing runs begin")
+    assert str(folder / "results") in said
+    assert compare(folder, "TCS") == 0
+    assert "no other known method" in capsys.readouterr().err
+    assert compare(folder, path) == 0 and compare(folder, "TCS-K4", "--dry-run") == 0
+    assert "no other known method" not in capsys.readouterr().err
+
+
+def test_the_list_says_how_its_own_plan_is_made(folder, capsys):
+    assert compare(folder, "--list") == 0
+    said = capsys.readouterr().out
+    plan, results = folder / "plan.yaml", folder / "results"
+    assert f"`tcs compare NAME --plan {plan} --results {results}`" in said
+    assert f"`tcs queue {plan} --results {results}`" in said
+
+
+@pytest.mark.parametrize("more", ["METHOD", "--densities", "--dry-run"])
+def test_the_list_takes_no_method(folder, capsys, more):
+    more = written(folder, SIGNS) if more == "METHOD" else more
+    line = error_of(folder, capsys, "--list", more)
+    assert f"--list: got {more} beside it" in line
+
+
+@pytest.mark.parametrize("jobs", [0, 1000])
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_a_wrong_number_of_jobs_is_refused_before_all(folder, capsys, jobs, more):
+    assert compare(folder, written(folder, SIGNS), "--jobs", jobs, *more) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: jobs: got {jobs}") and not said.out
 
 
 def point(scheme, both, accuracy):
@@ -664,6 +717,19 @@ def test_a_track_stores_rows_of_planned_schemes_only(folder):
     (folder / "plan.yaml").write_text(wrong, encoding="utf-8")
     with pytest.raises(ValueError, match=r"plan\.yaml.*STC"):
         read_track(folder / "plan.yaml")
+
+
+def test_a_track_has_a_name(folder):
+    (folder / "tiny.yaml").write_text(TRACK.replace("profile: tiny\n", ""), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"tiny\.yaml: profile: got none"):
+        read_track(folder / "plan.yaml")
+
+
+def test_outside_of_a_clone_a_plan_must_be_given(folder, monkeypatch, capsys):
+    monkeypatch.setattr(tracks, "PLAN", folder / "params" / "compare_plan.yaml")
+    assert main(["compare", "--list"]) == 2
+    line = capsys.readouterr().err
+    assert "compare_plan.yaml does not exist" in line and "--plan FILE" in line
 
 
 # Wrong files ──────────────────────────────────────────────────────────────────────────────────────
