@@ -14,9 +14,11 @@ import pytest
 import tcs_lab as lab
 import torch
 from tcs_lab.__main__ import main
-from tcs_lab.compare import methods, scoring
+from tcs_lab.compare import methods, rows, scoring
 from tcs_lab.compare import table as tables
+from tcs_lab.compare import track as tracks
 from tcs_lab.compare.methods import find_method
+from tcs_lab.compare.probe import Probe
 from tcs_lab.compare.track import read_track
 from tcs_lab.schemes.packing import Context, pack, recoded_size, unpack
 from tcs_lab.schemes.tensors import Side
@@ -340,6 +342,104 @@ def test_the_same_command_makes_nothing_again_and_another_file_does(folder, caps
     assert json.loads(row.read_text(encoding="utf-8"))["sha256"] == find_method(str(path)).sha256
 
 
+HELPED = {
+    "quantizer": """
+def edge(values_K):
+    return values_K.abs().max() * 1.0
+
+@tcs.register_quantizer("U", "uniform")
+def uniform(values_K, intervals):
+    width = (edge(values_K) / intervals).clamp(min=1e-30)
+    interval_K = (values_K.abs() / width).ceil().clamp(1, intervals).long() - 1
+    means_P = width * (torch.arange(intervals) + 0.5)
+    return (interval_K + intervals * (values_K < 0)).int(), means_P
+
+tcs.register_scheme("Helped", value_bits=5, quantizer="uniform")(tcs.TCS)
+""",
+    "code": """
+def edge(code):
+    return code + bytes(1)
+
+class Longer(tcs.BlockCode):
+    def encode(self, message, wire):
+        code, plain = super().encode(message, wire)
+        return edge(code), plain
+
+    def decode(self, code, shared, own, wire):
+        return super().decode(code[:-1], shared, own, wire)
+
+tcs.CODES["longer"] = Longer()
+tcs.register_scheme("Helped", code="longer")(tcs.TCS)
+""",
+    "a family of a core rule that is entered by hand": """
+def edge(code):
+    return code
+
+tcs.CODES["longer"] = tcs.BlockCode()
+tcs.FAMILIES["Helped"] = {"code": "longer"}
+""",
+}
+
+
+@pytest.mark.parametrize("kind", HELPED)
+def test_another_helper_function_makes_other_runs(folder, kind):
+    """Also where the file registers a rule of the core, beside a quantizer or a code of its own."""
+    before, digests = dict(tcs.RULES), []
+    for version in ("", "\n    # another version"):
+        head, tail = HELPED[kind].split("):\n", 1)
+        method = find_method(str(written(folder, f"{head}):{version}\n{tail}")))
+        tcs.Compressor(method.name, [300, 200], 2).step(torch.randn(2, 500))
+        digests.append(lab.RunConfig(method.name).digest)
+        assert method.names[0] == "Helped" and len(method.names) == 3
+    assert digests[0] != digests[1]
+    assert before.items() <= tcs.RULES.items()
+
+
+def test_a_name_that_is_no_text_is_not_the_name_of_a_method(folder):
+    for member in ("@property\n    def name(self):", "def name(self):"):
+        text = SIGNS.replace("class Signs:", f"class Signs:\n    {member}\n        return 'x'\n")
+        assert find_method(str(written(folder, text))).name == "Signs"
+
+
+def test_a_class_with_two_names_in_its_file_is_one_method(folder):
+    assert find_method(str(written(folder, f"{SIGNS}\nOther = Signs\n"))).name == "Signs"
+
+
+def test_an_older_point_stays_in_the_row_only_if_its_runs_are_of_this_track(folder):
+    path, track = EXAMPLES / "mask_rule.py", folder / "tiny.yaml"
+    names = ["Average-Mask", "Average-Mask-K4", "Average-Mask-K16"]
+
+    def read():
+        file = folder / "results" / "tiny" / "Average-Mask" / "row.json"
+        row = json.loads(file.read_text(encoding="utf-8"))
+        assert sorted(row["points"]) == sorted(row["tried"])
+        return row
+
+    assert compare(folder, path) == 0
+    first = read()
+    assert list(first["points"]) == names[:1]
+    assert compare(folder, path, "--densities") == 0
+    assert sorted(read()["points"]) == sorted(names)
+    assert compare(folder, path) == 0
+    assert sorted(read()["points"]) == sorted(names)
+    assert read()["points"][names[0]] == first["points"][names[0]]
+    track.write_text(TRACK.replace("epochs: 2", "epochs: 3"), encoding="utf-8")
+    assert compare(folder, path) == 0
+    assert list(read()["points"]) == names[:1]
+    assert read()["points"][names[0]] != first["points"][names[0]]
+    track.write_text(TRACK, encoding="utf-8")  # the runs of the first track are still there
+    assert compare(folder, path) == 0
+    assert read()["points"] == first["points"]
+
+
+def test_committed_rows_are_what_their_runs_say(monkeypatch):
+    """Then they are not written again."""
+    monkeypatch.setattr(rows, "write_json", lambda *_: pytest.fail("a committed row is written"))
+    monkeypatch.setattr(rows, "probe_method", lambda *_: pytest.fail("a committed row is measured"))
+    for name in ("Baseline", "TCS"):
+        rows._save_row(read_track(), find_method(name), (name,))
+
+
 def test_a_dry_run_finds_mistakes_in_a_rule(folder, capsys):
     for keeps, mistake in (("()", "self.kglobal"), ('("gone",)', "None")):
         text = f"""
@@ -375,6 +475,22 @@ def test_a_dry_run_says_how_many_runs_it_can_become(folder, capsys):
     assert most == first + 2
 
 
+def test_the_time_of_the_runs_is_that_of_a_slower_method(folder, capsys, monkeypatch):
+    measured = Probe(1.0, 8.0, 1.0, True)
+    monkeypatch.setattr(rows, "probe_method", lambda *_, **__: measured)
+    path = written(folder, SIGNS)
+    for local_steps, minutes in ((1, "0.8"), (2, "0.4")):
+        text = f"""
+@tcs.register_scheme("Slow", local_steps={local_steps})
+class Slow(tcs.TCS): pass
+"""
+        for file in (path, written(folder, text, "slow.py"))[local_steps > 1 :]:
+            assert compare(folder, file, "--dry-run") == 0
+            assert f"4 runs of about {minutes} minutes" in capsys.readouterr().out
+    assert compare(folder, path) == 0  # nothing is measured before these runs
+    assert "can take several times as long" in capsys.readouterr().err
+
+
 def test_densities_that_send_the_same_are_found_before_the_runs(folder, capsys):
     text = """
 @tcs.register_scheme("Half", phi_global=0.1, phi_local=None)
@@ -406,6 +522,41 @@ def test_stored_rows_are_made_by_the_queue_and_stand_beside_a_method(folder, cap
     assert compare(folder, "TCS") == 0
     assert (folder / "results/tiny/TCS/row.json").read_bytes() == row
     assert {f: f.read_bytes() for f in (folder / "results/tiny/runs").iterdir()} == stored
+
+
+def test_it_is_said_before_the_runs_if_no_known_method_is_made(folder, capsys):
+    path = written(folder, SIGNS)
+    assert compare(folder, path) == 0
+    said = capsys.readouterr().err
+    assert said.index("no other known method") < said.index("missing runs begin")
+    assert str(folder / "results") in said
+    assert compare(folder, "TCS") == 0
+    assert "no other known method" in capsys.readouterr().err
+    assert compare(folder, path) == 0 and compare(folder, "TCS-K4", "--dry-run") == 0
+    assert "no other known method" not in capsys.readouterr().err
+
+
+def test_the_list_says_how_its_own_plan_is_made(folder, capsys):
+    assert compare(folder, "--list") == 0
+    said = capsys.readouterr().out
+    plan, results = folder / "plan.yaml", folder / "results"
+    assert f"`tcs compare NAME --plan {plan} --results {results}`" in said
+    assert f"`tcs queue {plan} --results {results}`" in said
+
+
+@pytest.mark.parametrize("more", ["METHOD", "--densities", "--dry-run"])
+def test_the_list_takes_no_method(folder, capsys, more):
+    more = written(folder, SIGNS) if more == "METHOD" else more
+    line = error_of(folder, capsys, "--list", more)
+    assert f"--list: got {more} beside it" in line
+
+
+@pytest.mark.parametrize("jobs", [0, 1000])
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_a_wrong_number_of_jobs_is_refused_before_all(folder, capsys, jobs, more):
+    assert compare(folder, written(folder, SIGNS), "--jobs", jobs, *more) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: jobs: got {jobs}") and not said.out
 
 
 def point(scheme, both, accuracy):
@@ -568,7 +719,26 @@ def test_a_track_stores_rows_of_planned_schemes_only(folder):
         read_track(folder / "plan.yaml")
 
 
+def test_a_track_has_a_name(folder):
+    (folder / "tiny.yaml").write_text(TRACK.replace("profile: tiny\n", ""), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"tiny\.yaml: profile: got none"):
+        read_track(folder / "plan.yaml")
+
+
+def test_outside_of_a_clone_a_plan_must_be_given(folder, monkeypatch, capsys):
+    monkeypatch.setattr(tracks, "PLAN", folder / "params" / "compare_plan.yaml")
+    assert main(["compare", "--list"]) == 2
+    line = capsys.readouterr().err
+    assert "compare_plan.yaml does not exist" in line and "--plan FILE" in line
+
+
 # Wrong files ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def initialized(line):
+    """A class with this line, the file's sixth, in its __init__."""
+    return SIGNS.replace("class Signs:", f"class Signs:\n    def __init__(self):\n        {line}\n")
+
 
 WRONG = {
     "nothing": ("x = 1\n", "no method in it"),
@@ -586,6 +756,27 @@ WRONG = {
         SIGNS.replace("class Signs:", "class Signs:\n    def __init__(self, share): pass\n"),
         "Signs.__init__() missing 1 required positional argument: 'share'",
     ),
+    "two names": (
+        SIGNS.replace("class Signs:", "class Signs:\n    name = 'Mine'")
+        + SIGNS.replace("class Signs:", "class Others:\n    name = 'Mine'"),
+        "got Mine (class Signs) and Mine (class Others), allowed: methods whose names differ",
+    ),
+    "names equal but for case": (
+        SIGNS + SIGNS.replace("Signs", "SIGNS"), "got Signs (class Signs) and SIGNS (class SIGNS)",
+    ),
+    "the name of a rule": (
+        '@tcs.register_scheme("signs")\nclass Mine(tcs.TopK): pass\n' + SIGNS,
+        "got signs and Signs (class Signs)",
+    ),
+    "an unknown name": (initialized("self.share = SHARE"), "line 6: Signs: NameError: name 'SHARE'"),
+    "a missing key": (initialized("self.share = {}['x']"), "line 6: Signs: KeyError: 'x'"),
+    "an error of torch": (
+        initialized("torch.zeros(2) @ torch.zeros(3)"), "line 6: Signs: RuntimeError: ",
+    ),
+    "an error of types": (initialized("self.share = 1 + 'x'"), "line 6: Signs: "),
+    "it exits when it is made": (initialized("raise SystemExit(0)"), "line 6: Signs: SystemExit: 0"),
+    "a second file": ("import no_such_helper\n", "a method must be in one file"),
+    "a second file, later": (initialized("import no_such_helper"), "a method must be in one file"),
 }  # fmt: skip
 
 

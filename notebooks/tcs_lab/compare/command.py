@@ -11,8 +11,9 @@ def add_arguments(add: Callable[..., Any]) -> None:
     """Add the arguments of the command by its parser's `add_argument`. This imports nothing heavy."""
     add(
         "method", nargs="?", metavar="METHOD",
-        help="a Python file, FILE:NAME, or the name of a stored method. A file is executed: compare "
-        "only files that you trust",
+        help="one Python file, FILE:NAME, or the name of a stored method. A file is executed: compare only "
+        "files that you trust. Another file that it imports is not a part of the method: its changes make no "
+        "new runs",
     )  # fmt: skip
     add(
         "--densities",
@@ -37,9 +38,17 @@ def compare_command(arguments: argparse.Namespace) -> int:
     Raises ValueError or FileNotFoundError, in one line, for what cannot be compared.
     """
     from tcs_lab.compare.methods import find_method
-    from tcs_lab.compare.rows import make_rows, print_row, print_stored, try_method
+    from tcs_lab.compare.rows import make_rows, print_row, print_stored, say_if_alone, try_method
     from tcs_lab.compare.track import read_track
+    from tcs_lab.runs.parameters import check_parameter
 
+    if arguments.list and (arguments.method or arguments.densities or arguments.dry_run):
+        got = arguments.method or ("--densities" if arguments.densities else "--dry-run")
+        raise ValueError(
+            f"--list: got {got} beside it, allowed: --list alone, which shows all rows"
+        )
+    if arguments.jobs is not None:
+        check_parameter("jobs", arguments.jobs)
     track = read_track(arguments.plan, arguments.results)
     if arguments.list:
         print_stored(track)
@@ -48,8 +57,6 @@ def compare_command(arguments: argparse.Namespace) -> int:
         raise ValueError(
             "METHOD: got none, allowed: a Python file, or the name of a stored method (see --list)"
         )
-    if arguments.jobs is not None and arguments.jobs < 1:
-        raise ValueError(f"--jobs: got {arguments.jobs}, allowed: a whole number >= 1")
     method = find_method(arguments.method)
     listed = track.analysis.methods if method.file is None else {}
     names = tuple(listed.get(method.name, method.names))
@@ -58,25 +65,30 @@ def compare_command(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"--densities: got {method.label}, which has one density only; leave --densities out"
         )
-    jobs = arguments.jobs or 2
+    jobs, slower = arguments.jobs or 2, None
     if arguments.dry_run or len(names) > 1:
-        try_method(track, method, names)
+        slower = try_method(track, method, names)
+    say_if_alone(track, method)
     if arguments.dry_run:
-        print(describe_hours(track, method, names, jobs))
+        print(describe_hours(track, method, names, jobs, slower))
         return 0
-    make_rows(track, method, names, jobs)
+    make_rows(track, method, names, jobs, slower)
     return print_row(track, method, names)
 
 
-def describe_hours(track: Any, method: Any, names: tuple[str, ...], jobs: int) -> str:
-    """Say how many runs are missing, how long they should take, and how many they can become."""
+def describe_hours(
+    track: Any, method: Any, names: tuple[str, ...], jobs: int, slower: float | None = None
+) -> str:
+    """Say how many runs are missing, how long they should take, and how many they can become. `slower` is
+    how many times as long as one of TCS a run takes, if that was measured."""
+    from tcs_lab.compare.rows import estimate_minutes
     from tcs_lab.compare.track import count_further_rates, count_runs_left
 
     tuned = [track.find_scheme(name, method) for name in names]
     left, more = count_runs_left(tuned), count_further_rates(tuned)
-    each = track.analysis.minutes
+    each, remark = estimate_minutes(track, names, slower)
     said = (
-        f"{method.label}: {left} runs of about {each:g} minutes on a core are missing, about "
+        f"{method.label}: {left} runs of about {each:.3g} minutes on a core{remark} are missing, about "
         f"{left * each / jobs:.0f} minutes with {jobs} of them side by side."
     )
     if not more:

@@ -78,7 +78,7 @@ class Method:
             run = f"run with eta {config.eta:g} and seed {config.seed}, {_round_of(error)}"
             line = _line_in(self.file, error)
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            what = f"{self.file}{line}: {config.scheme.name}: {run}: {kind}{one_line(error)}"
+            what = f"{self.file}{line}: {config.scheme.name}: {run}: {kind}{one_line(error)}{_advice(error)}"
             raise ValueError(what) from error
 
 
@@ -140,23 +140,40 @@ def read_method_file(path: Path, name: str = "", source: bytes | None = None) ->
         names = " or ".join(f"{path}:{family}" for family in families)
         raise ValueError(f"{path}: got {len(families)} methods in it, allowed: one; give {names}")
     wanted = name or next(iter(families))
-    if not any(wanted == family or wanted.startswith(f"{family}-") for family in families):
+    fitting = [one for one in families if wanted == one or wanted.startswith(f"{one}-")]
+    if not fitting:
         raise ValueError(f"{path}: got {wanted}, allowed: the methods in it, {', '.join(families)}")
+    if wrong := families[max(fitting, key=len)]:
+        raise ValueError(wrong)
     try:
         usual = Scheme.named(wanted).name
     except ValueError as error:
-        raise ValueError(f"{path}: {wanted}: {families.get(wanted, error)}") from None
+        raise ValueError(f"{path}: {wanted}: {error}") from None
     return Method(usual, list_densities(usual), path, source)
 
 
 @cache
 def _execute(path: Path, source: bytes) -> dict[str, str]:
-    """Execute the source of a file, once. Return the families of schemes that it adds, each with what is
-    wrong with it, or "". If the file fails, what it registered is removed again."""
+    """Execute the source of a file, once. Return the families of schemes that it adds, each with the error
+    that it has, or "". If the file fails, what it registered is removed again."""
     before = dict(FAMILIES), dict(RULES)
+    built_in = {name.lower() for name, fields in FAMILIES.items() if not _is_of_a_file(fields)}
     try:
+        module = _make_module(path, source)
+        added = [name for name, fields in FAMILIES.items() if before[0].get(name) is not fields]
+        classes = _name_classes(path, module, added)
+        for name in [*added, *classes]:
+            if name == "runs":
+                raise ValueError(
+                    f"{path}: got {name}, the name of the folder of records; choose another one"
+                )
+            if name.lower() in built_in:
+                raise ValueError(f"{path}: got {name}, a built-in's name; choose another name")
         sha256 = hashlib.sha256(source).hexdigest()
-        return _register_families(path, _make_module(path, source), before[0], sha256)
+        for family in added:
+            _add_hash(family, module, sha256)
+        wrong = {name: _register_class(path, name, kind, sha256) for name, kind in classes.items()}
+        return dict.fromkeys(added, "") | wrong
     except BaseException:
         tables: tuple[dict, dict] = (FAMILIES, RULES)
         entries: tuple[dict, dict] = before
@@ -181,43 +198,61 @@ def _make_module(path: Path, source: bytes) -> types.ModuleType:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a file can raise anything, also SystemExit
-        what = f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}"
+        what = f"{type(error).__name__}: {shorten(one_line(error))}{_advice(error)}"
         line = _line_in(path, error)
         raise ValueError(f"{path}{line}: got an error when it was executed ({what})") from error
     return module
 
 
-def _register_families(
-    path: Path, module: types.ModuleType, before: dict[str, dict[str, Any]], sha256: str
-) -> dict[str, str]:
-    """Register the classes of a file, and return its families, those that it registered itself included.
-    A class that cannot be made is no reason to refuse another one."""
-    added = [family for family, fields in FAMILIES.items() if before.get(family) is not fields]
-    classes = {
-        str(getattr(kind, "name", None) or kind.__name__): kind
+def _register_class(path: Path, name: str, kind: type, sha256: str) -> str:
+    """Register a class of a file. Return "", or the error if it cannot be made, which is no reason to
+    refuse another class of the file."""
+    try:
+        register_tensors(kind, name, file_sha256=sha256)
+    except (Exception, SystemExit) as error:  # the method's own code can raise anything
+        FAMILIES.pop(name, None)
+        sort = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        what = f"{sort}{one_line(error)}{_advice(error)}"
+        return f"{path}{_line_in(path, error)}: {name}: {what}"
+    return ""
+
+
+def _name_classes(path: Path, module: types.ModuleType, added: list[str]) -> dict[str, type]:
+    """Return the classes of a file with `compress` and `decompress`, by name.
+
+    Raises ValueError for two names that differ at most in upper and lower case, the `added` ones of
+    schemes included, because names of schemes are matched without case.
+    """
+    kinds = [
+        kind
         for kind in vars(module).values()
         if inspect.isclass(kind) and kind.__module__ == module.__name__ and _is_per_tensor(kind)
-    }
-    for name in [*added, *classes]:
-        if name == "runs":
+    ]
+    classes, taken = dict[str, type](), {family.lower(): family for family in added}
+    for kind in dict.fromkeys(kinds):  # a class can have two names in its module
+        given = getattr(kind, "name", None)
+        name = given if isinstance(given, str) and given else kind.__name__
+        said = f"{name} (class {kind.__name__})"
+        if other := taken.get(name.lower()):
             raise ValueError(
-                f"{path}: got {name}, the name of the folder of records; choose another one"
+                f"{path}: got {other} and {said}, allowed: methods whose names differ in more than upper and "
+                "lower case"
             )
-        built_in = next((one for one in before if one.lower() == name.lower()), None)
-        if built_in is not None and not _is_of_a_file(before[built_in]):
-            raise ValueError(f"{path}: got {name}, a built-in's name; choose another name")
-    for family in added:
-        rule: Any = RULES[FAMILIES[family]["rule"]]
-        if rule.__module__ == module.__name__:
-            rule.file_sha256 = sha256  # it is a part of the identity of its runs
-    wrong = dict.fromkeys([*added, *classes], "")
-    for name, kind in classes.items():
-        try:
-            register_tensors(kind, name, file_sha256=sha256)
-        except ValueError as error:
-            wrong[name] = str(error)
-            FAMILIES.pop(name, None)
-    return wrong
+        classes[name], taken[name.lower()] = kind, said
+    return classes
+
+
+def _add_hash(family: str, module: types.ModuleType, sha256: str) -> None:
+    """Make the hash of a file a part of the identity of the runs of a family that the file has added.
+
+    A rule from elsewhere gets it, too, in a subclass: the family's quantizer or code may be of the file.
+    """
+    fields = FAMILIES[family]
+    rule: Any = RULES[fields.get("rule", "TCS")]
+    if rule.__module__ != module.__name__:
+        rule = type(rule.__name__, (rule,), {"__module__": module.__name__})
+        RULES[family], FAMILIES[family] = rule, fields | {"rule": family}
+    rule.file_sha256 = sha256
 
 
 def _is_of_a_file(fields: dict[str, Any]) -> bool:
@@ -232,7 +267,8 @@ def _is_per_tensor(kind: type) -> bool:
 
 
 def _line_in(path: Path, error: BaseException) -> str:
-    """Return text like ", line 12" with the last line of the file in a traceback, or "" if there is none."""
+    """Return text like ", line 12" with the last line of the file in a traceback, or in that of the
+    error's cause; "" if there is none."""
     if isinstance(error, SyntaxError):
         return f", line {error.lineno}"
     line, trace = "", error.__traceback__
@@ -240,10 +276,17 @@ def _line_in(path: Path, error: BaseException) -> str:
         if trace.tb_frame.f_code.co_filename == str(path):
             line = f", line {trace.tb_lineno}"
         trace = trace.tb_next
-    return line
+    return line if line or error.__cause__ is None else _line_in(path, error.__cause__)
 
 
-# What an error says of its run ──────────────────────────────────────────────────────────────────
+# What an error says ───────────────────────────────────────────────────────────────────────────────
+
+
+def _advice(error: BaseException) -> str:
+    """Return what to do about an error of a file whose message does not say it, or ""."""
+    if isinstance(error, ModuleNotFoundError):
+        return "; allowed: installed modules, because a method must be in one file"
+    return ""
 
 
 def _round_of(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from tcs_core import Scheme
 from tcs_lab.compare.methods import Method, read_method_file
 from tcs_lab.compare.probe import play_rounds, probe_method
 from tcs_lab.compare.scoring import Point, Scores
@@ -22,7 +23,7 @@ from tcs_lab.compare.table import (
     describe_comparison,
     rows_table,
 )
-from tcs_lab.compare.track import Track, count_runs_left, list_next_runs
+from tcs_lab.compare.track import PLAN, Track, count_runs_left, list_next_runs
 from tcs_lab.runs.jobs import Tell
 from tcs_lab.runs.records import Record
 from tcs_lab.runs.runs import Run, run_all
@@ -61,14 +62,15 @@ def _rebuild_run(config: RunConfig, minutes: float | None, method: Method) -> Me
     return MethodRun(config, minutes, method=method)
 
 
-def try_method(track: Track, method: Method, names: Sequence[str]) -> None:
-    """Play a few rounds of each scheme of a method from a file.
+def try_method(track: Track, method: Method, names: Sequence[str]) -> float | None:
+    """Play a few rounds of each scheme of a method from a file. Return how many times as long as a run of
+    TCS one of the first scheme takes; None if that is not measured.
 
     Raises ValueError, in one line that names the file, for a mistake in it, and for two densities that
     send as many bytes.
     """
     if method.file is None:
-        return
+        return None
     sizes = dict[int, str]()
     for name in names:
         config = track.find_scheme(name, method).search.config(1.0, track.seeds[0])
@@ -81,18 +83,44 @@ def try_method(track: Track, method: Method, names: Sequence[str]) -> None:
                 "or leave --densities out"
             )
         sizes[size] = name
+    first = track.find_scheme(names[0], method).search.config(1.0, track.seeds[0])
+    if first.scheme.centralized:
+        return None
+    beside = track.find_scheme("TCS").search.config(1.0, track.seeds[0])
+    with method.guard(first):
+        probe = probe_method(first, beside, load_data(first), turns=5)
+    return probe.beside_tcs / first.scheme.local_steps  # an epoch has as many fewer rounds
 
 
-def make_rows(track: Track, method: Method, names: Sequence[str], jobs: int) -> None:
+def estimate_minutes(track: Track, names: Sequence[str], slower: float | None) -> tuple[float, str]:
+    """Return the minutes that a run of a method should take, and a remark about them.
+
+    `slower` is what `try_method` measured, if it did. A run takes the minutes of the plan, or more if it
+    is slower than one of TCS.
+    """
+    minutes = track.analysis.minutes
+    if slower is None:
+        is_class = Scheme.named(names[0]).code == "tensors"
+        remark = " (a class with compress and decompress can take several times as long)"
+        return minutes, remark * is_class
+    if slower <= 1:
+        return minutes, ""
+    return minutes * slower, f" (a run takes about {slower:.1f} times as long as one of TCS)"
+
+
+def make_rows(
+    track: Track, method: Method, names: Sequence[str], jobs: int, slower: float | None = None
+) -> None:
     """Make the missing runs of a method, and save its row. If this is interrupted, the runs that are made
-    remain, and the same call goes on."""
+    remain, and the same call goes on. `slower` is what `try_method` returned, if it was called."""
     tuned = [track.find_scheme(name, method) for name in names]
+    each, remark = estimate_minutes(track, names, slower)
     while configs := list_next_runs(tuned):
         left = max(len(configs), count_runs_left(tuned))
-        minutes = math.ceil(left / jobs) * track.analysis.minutes
+        minutes = math.ceil(left / jobs) * each
         words = (
             f"{method.label}: {len(configs)} of {left} missing runs begin now; "
-            f"all of them take about {minutes:.0f} minutes"
+            f"all of them take about {minutes:.0f} minutes{remark}"
         )
         print(words, file=sys.stderr, flush=True)
         run_all([MethodRun(c, method=method) for c in configs], tuned[0].results, jobs)
@@ -101,25 +129,30 @@ def make_rows(track: Track, method: Method, names: Sequence[str], jobs: int) -> 
 
 
 def _save_row(track: Track, method: Method, names: Sequence[str]) -> None:
-    """Save a method's row and its file in results/compare/<method>/. The points of an older row of the
-    same file remain in it. The row is left as it is if it has all points already."""
+    """Save a method's row and its file in results/compare/<method>/.
+
+    An older row of the same file keeps its further schemes if all of their runs on this track are made;
+    with another track they are left out. The row's file stays as it is if nothing in it has changed.
+    """
     folder, kept = track.folder / method.folder, read_row(track.folder / method.folder)
     if kept.get("sha256") != method.sha256:
         kept = {}
+    further = [name for name in kept.get("tried", {}) if name not in names]
+    older = {name: track.find_scheme(name, method) for name in further}
     tuned = {name: track.find_scheme(name, method) for name in names}
+    tuned |= {name: one for name, one in older.items() if one.is_complete}
     points = {p.scheme: _point_fields(p) for p in Scores(track, list(tuned.values())).points}
-    diverged = {name: one.diverged for name, one in tuned.items() if one.diverged}
-    before = kept.get("points", {})
-    if kept and all(before.get(name) == point for name, point in points.items()) and not diverged:
-        return
     row: dict[str, Any] = {
         "method": method.name, "file": method.file and method.file.name, "sha256": method.sha256,
-        "tried": kept.get("tried", {}) | {name: _list_tried(one) for name, one in tuned.items()},
-        "diverged": diverged, "points": before | points,
+        "tried": {name: _list_tried(one) for name, one in tuned.items()},
+        "diverged": {name: one.diverged for name, one in tuned.items() if one.diverged},
+        "points": points,
     }  # fmt: skip
+    if all(kept.get(key) == row[key] for key in ("tried", "diverged", "points")):
+        return
     usual = tuned[names[0]].search
     chosen = usual.config(usual.chosen or 1.0, track.seeds[0])
-    if points and not chosen.scheme.centralized:
+    if names[0] in points and not chosen.scheme.centralized:
         beside = track.find_scheme("TCS").search.config(1.0, track.seeds[0])
         with method.guard(chosen):
             row |= asdict(probe_method(chosen, beside, load_data(chosen)))
@@ -203,8 +236,24 @@ def print_stored(track: Track) -> None:
         f"{made} of {planned} planned rows are made. The methods, some with several rows: {methods}."
     )
     if made < planned:
+        is_usual = track.path == PLAN
+        plan = "params/compare_plan.yaml" if is_usual else track.path
+        options = "" if is_usual else f" --plan {plan}"
+        folder = f" --results {track.results}" if track.results else ""
         print(
-            "`tcs compare NAME` makes the row of a method, `tcs queue params/compare_plan.yaml` all."
+            f"`tcs compare NAME{options}{folder}` makes the row of a method, `tcs queue {plan}{folder}` all."
+        )
+
+
+def say_if_alone(track: Track, method: Method) -> None:
+    """Say it if a method's row will be compared with nothing, as in another results folder."""
+    others = [group for name, group in track.find_stored().items() if name != method.name]
+    if not any(one.is_complete for group in others for one in group):
+        print(
+            f"{track.folder}: no other known method has been made there, so that {method.label} is compared with "
+            "none; `tcs compare NAME`, with the same options, makes one",
+            file=sys.stderr,
+            flush=True,
         )
 
 

@@ -43,6 +43,7 @@ class Track:
     analysis: CompareAnalysis
     profile: dict[str, Any]
     results: str | Path | None = None
+    path: Path = PLAN  # the plan's file
 
     @property
     def name(self) -> str:
@@ -80,7 +81,13 @@ class Track:
 
 
 def read_track(path: str | Path | None = None, results: str | Path | None = None) -> Track:
-    """Read the track of a plan. Raises ValueError, which names the file and what is wrong with it."""
+    """Read the track of a plan. Raises ValueError, which names the file and what is wrong with it, and
+    FileNotFoundError outside of a clone, where there is no default plan."""
+    if path is None and not PLAN.is_file():
+        raise FileNotFoundError(
+            f"{PLAN} does not exist, because this is not a clone of the repository; run the command in a "
+            "clone, or give the track with --plan FILE"
+        )
     path = Path(path or PLAN)
     plan = read_plan(path)
     if plan.profile is None:
@@ -94,7 +101,12 @@ def read_track(path: str | Path | None = None, results: str | Path | None = None
     planned = {name for stage in plan.stages for name in stage.tune or ()}
     listed = [scheme for schemes in analysis.methods.values() for scheme in schemes]
     reject_unknown(listed, planned, f"scheme of a stored method, in {path}")
-    return Track(plan, analysis, read_params([path.parent / plan.profile]), results)
+    profile = read_params([path.parent / plan.profile])
+    if "profile" not in profile:
+        raise ValueError(
+            f"{path.parent / plan.profile}: profile: got none, allowed: the name of the folder of its results"
+        )
+    return Track(plan, analysis, profile, results, path)
 
 
 def list_next_runs(tuned: Iterable[TunedScheme]) -> list[RunConfig]:
