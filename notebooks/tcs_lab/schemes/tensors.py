@@ -17,6 +17,10 @@ equals the parameter's name, shape, number of entries or dtype takes one byte. I
 dtypes and shapes of the tensors, are the same as in this client's last message, all of them together
 take one bit.
 
+A run that was killed goes on with the attributes that the instances had. `tcs_lab.schemes.attributes`
+says which attributes can be kept; others are refused. A class with the methods state_dict and
+load_state_dict says itself what is kept.
+
 Attributes of the class that the adapter looks at, all of them optional:
 
     error_feedback = True    what the server did not get is added to the client's next difference
@@ -54,6 +58,12 @@ from tcs_core import (
     Wire,
     random_seed,
     register_scheme,
+)
+from tcs_lab.schemes.attributes import (
+    has_state_dict,
+    list_attributes,
+    load_attributes,
+    save_attributes,
 )
 from tcs_lab.schemes.packing import (
     Context,
@@ -149,7 +159,7 @@ class Side:
         self.rule, self.who, self.numbers = rule, who, numbers
         self.instance = rule.make()
         self.headers: list[bytes] = []  # for each parameter, the header of its last tensors
-        self.first_attributes = dict(_attributes(self.instance))
+        self.first_attributes = dict(list_attributes(self.instance))
 
     def compress(self, vector_D: Tensor, round: int) -> bytes:
         """Return what the method makes of a difference (D,), as bytes. The difference is not changed.
@@ -224,39 +234,24 @@ class Side:
     # What a resumed run needs. In the state, "said" are the headers.
 
     def state(self) -> Tensor:
-        """Return the instance's attributes as bytes, in a tensor.
-
-        Attributes that cannot be saved are left out if they are the same as at the start. Raises
-        ValueError, which names it, for one that has changed.
-        """
-        if hasattr(self.instance, "state_dict") and hasattr(self.instance, "load_state_dict"):
-            kept = self.instance.state_dict()
+        """Return what the instance keeps as bytes, in a tensor. Raises ValueError for what cannot be
+        kept."""
+        if has_state_dict(self.instance):
+            saved = {"kept": self.instance.state_dict()}
         else:
-            kept = {}
-            for name, value in _attributes(self.instance).items():
-                try:
-                    pack(value)
-                    kept[name] = value
-                except ValueError as error:
-                    if self.first_attributes.get(name, self) is not value:
-                        raise ValueError(
-                            f"attribute {name} of the method: {error}; or give the class the methods "
-                            "state_dict and load_state_dict"
-                        ) from None
-        data = pack({"said": self.headers, "kept": kept})
+            saved = save_attributes(self.instance, self.first_attributes)
+        data = pack({"said": self.headers} | saved)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     def load(self, state: Tensor) -> None:
         read = unpack(state.cpu().numpy().tobytes())
-        self.headers = read["said"]
-        if hasattr(self.instance, "state_dict") and hasattr(self.instance, "load_state_dict"):
+        self.headers = read.pop("said")
+        if has_state_dict(self.instance):
             self.instance.load_state_dict(read["kept"])
-        else:
+        elif "same" in read:
+            load_attributes(self.instance, read)
+        else:  # of an older version
             vars(self.instance).update(read["kept"])
-
-
-def _attributes(instance: Any) -> dict[str, Any]:
-    return vars(instance) if hasattr(instance, "__dict__") else {}
 
 
 def _encode_tensors(given: Any, context: Context) -> tuple[bytes, bytes]:
