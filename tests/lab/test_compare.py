@@ -809,6 +809,42 @@ def test_a_method_that_diverges_is_a_result(folder, capsys):
     assert "diverged: mine.py: Signs" in capsys.readouterr().err
 
 
+HALVES = """
+class Halves:
+    downlink = {downlink}
+
+    def compress(self, tensor, name):
+        return {sent}
+
+    def decompress(self, tensors, context):
+        return tensors[0].float() * (context if isinstance(context, float) else 1.0)
+"""
+
+
+@pytest.mark.parametrize("downlink, who", [(False, "client 0"), (True, "server")])
+@pytest.mark.parametrize(
+    "sent", ["[tensor.half()], None", "[tensor / tensor.norm()], tensor.norm().half().item()"]
+)
+def test_what_half_precision_cannot_hold_counts_as_diverged(folder, downlink, who, sent):
+    path = written(folder, HALVES.format(downlink=downlink, sent=sent))
+    compressor = tcs.Compressor(find_method(str(path)).name, [30, 20], 2)
+    compressor.step(torch.ones(2, 50))
+    large_ND = torch.full((2, 50), 1e5)
+    if downlink:  # only their sum is too large for half precision
+        client, other = compressor.clients[0], compressor.clients[1]
+        client.side.instance.compress = other.side.instance.compress = lambda t, _: ([t], None)
+    with pytest.raises(tcs.NotFiniteError, match=f"^{who}: the update is not finite"):
+        compressor.step(large_ND)
+
+
+def test_infinity_from_a_small_difference_is_a_mistake_of_the_method(folder):
+    path = written(folder, HALVES.format(downlink=False, sent="[tensor / 0.0], None"))
+    compressor = tcs.Compressor(find_method(str(path)).name, [30, 20], 2)
+    with pytest.raises(ValueError, match="got NaN or infinity, allowed: finite") as raised:
+        compressor.step(torch.ones(2, 50))
+    assert not isinstance(raised.value, tcs.NotFiniteError)
+
+
 def test_what_is_neither_file_nor_method_is_refused(folder, capsys):
     assert "nowhere.py does not exist" in error_of(folder, capsys, folder / "nowhere.py")
     assert "scheme 'Unknown' is unknown" in error_of(folder, capsys, "Unknown")

@@ -78,6 +78,7 @@ from tcs_lab.schemes.packing import (
 
 _MOST_TENSORS = 255  # for one parameter: their number is sent in a byte
 _LARGE = 1e6  # a difference with larger entries means that the training diverges
+_LARGEST_HALF = 65_504  # of float16, in which a larger entry or norm becomes infinity
 
 
 class TensorRule(MaskRule):
@@ -165,16 +166,18 @@ class Side:
         """Return what the method makes of a difference (D,), as bytes. The difference is not changed.
 
         One bit for each parameter says whether its header is new; the new headers follow, then the
-        tensors.
+        tensors. Raises NotFiniteError if the difference is so large that half precision overflows.
         """
         contexts = self.rule.contexts()
         headers, data = [], []
+        is_large = float(vector_D.norm()) > _LARGEST_HALF
         with self._fix_seeds(round):
             for context, view in zip(contexts, self.rule.views(vector_D), strict=True):
                 tensor = view.clone(memory_format=torch.contiguous_format)
-                header, content = _encode_tensors(
-                    self.instance.compress(tensor, context.name), context
-                )
+                given = self.instance.compress(tensor, context.name)
+                header, content = _encode_tensors(given, context)
+                if is_large and not _is_finite(given):
+                    raise NotFiniteError(*self.numbers or (SERVER,))
                 headers.append(header)
                 data.append(content)
         before = self.headers or [b""] * len(headers)
@@ -252,6 +255,17 @@ class Side:
             load_attributes(self.instance, read)
         else:  # of an older version
             vars(self.instance).update(read["kept"])
+
+
+def _is_finite(given: Any) -> bool:
+    """Return whether there is no NaN or infinity in what `compress` returned."""
+    if isinstance(given, list | tuple):
+        return all(map(_is_finite, given))
+    if isinstance(given, dict):
+        return all(map(_is_finite, given.values()))
+    if isinstance(given, Tensor):
+        return bool(given.isfinite().all())
+    return not isinstance(given, float | np.floating) or math.isfinite(given)
 
 
 def _encode_tensors(given: Any, context: Context) -> tuple[bytes, bytes]:
