@@ -714,6 +714,16 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "given", ["0.01", "()", "[(1, 2)]", "[0.01, None]", "['low']", "[True]", "[float('nan')]"]
+)
+def test_densities_are_a_list_of_numbers(folder, capsys, given):
+    text = SIGNS.replace("class Signs:", f"class Signs:\n    densities = {given}\n")
+    line = error_of(folder, capsys, written(folder, text))
+    got = given.replace("float('nan')", "nan")
+    assert f"Signs: densities: got {got}, allowed: a list or tuple of one or more numbers" in line
+
+
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_file_gets_one_line_that_names_it(folder, capsys, kind):
     text, said = WRONG[kind]

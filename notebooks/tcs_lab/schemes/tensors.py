@@ -24,7 +24,7 @@ load_state_dict says itself what is kept.
 Attributes of the class that the adapter looks at, all of them optional:
 
     error_feedback = True    what the server did not get is added to the client's next difference
-    densities = (0.01, ...)  arguments, one for each density; the class is usually made with the first
+    densities = (0.01, ...)  numbers, one for each density; the class is usually made with the first
     dense_warmup = True      training begins with one dense epoch, as that of TCS does
     downlink = True          the server's update is compressed, too, by another instance
 """
@@ -34,6 +34,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -329,11 +330,15 @@ def register_tensors(kind: type, name: str, **identity: Any) -> str:
     becomes attributes of the rule, on which the digests of its runs depend.
     """
     given = getattr(kind, "densities", None)
+    are_numbers = isinstance(given, list | tuple) and all(
+        isinstance(one, int | float) and not isinstance(one, bool) and -math.inf < one < math.inf
+        for one in given
+    )
+    if given is not None and not (given and are_numbers):
+        allowed = "a list or tuple of one or more numbers, or no such attribute"
+        got = " ".join(reprlib.repr(given).split())  # an array has several lines
+        raise ValueError(f"{kind.__name__}: densities: got {got}, allowed: {allowed}")
     densities: list[Any] = [()] if given is None else [(density,) for density in given]
-    if not densities:
-        raise ValueError(
-            "densities: got an empty list, allowed: one or more arguments, or no such attribute"
-        )
     numbers = [f"-{density[0]:g}" for density in densities[1:]]
     names = [name, *(f"{name}{number}" for number in numbers)]
     for one, arguments in zip(names, densities, strict=True):
