@@ -581,6 +581,14 @@ def test_a_stored_method_with_almost_the_same_bytes_is_compared():
     assert math.isnan(far.equal_bytes.value) and "sends at least" in far.reason
 
 
+def test_a_shorter_code_leaves_the_dense_start_as_it_is():
+    one = scoring.Point("a", 0.5, 60.0, 0.1, 3, up=30.0, down=50.0, start=40.0)
+    rows = {"a": {"recoded": 0.5, "beside_tcs": 1.0, "decodes": True}}
+    assert tables.rows_table([("a", one)], rows)["MB up, re-coded"].tolist() == ["25"]
+    none = dataclasses.replace(one, start=0.0)
+    assert tables.rows_table([("a", none)], rows)["MB up, re-coded"].tolist() == ["15"]
+
+
 def test_a_dense_start_can_be_left_out_of_both_ways():
     one = scoring.Point("a", 0.5, 60.0, 0.1, 3, 30.0, 10.0, 20.0)
     later = one.without_start()
