@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -157,10 +158,9 @@ def _set_params(pairs: list[str]) -> dict[str, Any]:
 def make_plans(arguments: argparse.Namespace) -> int:
     """Make the runs of plans, one plan after the other; those that another process makes come last."""
     changes, jobs = _set_params(arguments.set), _check_count("--jobs", arguments.jobs)
+    _check_minutes(arguments)
     if arguments.dry_run:
-        stages = _stages_of(arguments, changes)
-        planned, left = sum(stage.planned for stage in stages), _sum(stages)
-        print(_describe_left(planned, left, jobs or 1))
+        print(_describe_left(*_sum(_list_stages(arguments, changes), arguments.results), jobs or 1))
         return 0
 
     def wanted() -> list[Job]:
@@ -169,22 +169,29 @@ def make_plans(arguments: argparse.Namespace) -> int:
 
     if arguments.minutes is not None:
         return _make_in_time(arguments, wanted())
-    if arguments.pack:
-        raise ValueError(f"--pack: got {arguments.pack}, allowed: only together with --minutes")
     records = run_queue(wanted, arguments.results, jobs=jobs or 1)
     print(f"{len(records)} runs are made")
     return _report_diverged(records)
 
 
-def _make_in_time(arguments: argparse.Namespace, jobs: list[Job]) -> int:
-    """Make those jobs of a plan that fit into some minutes, and say what has become of all of them."""
+def _check_minutes(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for --minutes or --pack where they cannot be carried out."""
+    if arguments.minutes is None:
+        if arguments.pack:
+            raise ValueError(f"--pack: got {arguments.pack}, allowed: only together with --minutes")
+        return
     if not 0 < arguments.minutes < math.inf:
         raise ValueError(f"--minutes: got {arguments.minutes:g}, allowed: a number above 0")
-    files = list(dict.fromkeys(_file_and_stage(given)[0] for given in arguments.plan))
+    files = dict.fromkeys(_file_and_stage(given)[0] for given in arguments.plan)
     if len(files) > 1:
         raise ValueError(f"PLAN: got {', '.join(files)}, allowed with --minutes: a single file")
+
+
+def _make_in_time(arguments: argparse.Namespace, jobs: list[Job]) -> int:
+    """Make those jobs of a plan that fit into some minutes, and say what has become of all of them."""
+    file, _ = _file_and_stage(arguments.plan[0])
     where = arguments.results, arguments.jobs, arguments.pack
-    deadline = Deadline(jobs, read_plan(files[0]).sharing, *where)
+    deadline = Deadline(jobs, read_plan(file).sharing, *where)
     records = deadline.make(arguments.minutes)
     print(plain_markdown(deadline.table()))
     return max(_report_diverged(records), int(deadline.failed))
@@ -193,10 +200,10 @@ def _make_in_time(arguments: argparse.Namespace, jobs: list[Job]) -> int:
 def tell_status(arguments: argparse.Namespace) -> int:
     """Say how much of plans is made, stage by stage, what is left, and how long that will take."""
     jobs = _check_count("--jobs", arguments.jobs)
-    stages = _stages_of(arguments, _set_params(arguments.set))
-    print(plain_markdown(pd.DataFrame([stage.row() for stage in stages])))
-    print(_describe_left(sum(stage.planned for stage in stages), _sum(stages), jobs))
-    if any(stage.searches for stage in stages):
+    stages = _list_stages(arguments, _set_params(arguments.set))
+    print(plain_markdown(pd.DataFrame([stage.row(arguments.results) for stage in stages])))
+    print(_describe_left(*_sum(stages, arguments.results), jobs))
+    if any(stage.follow for stage in stages):
         print(
             "Runs that score a learning rate are counted although the rate is not chosen yet. A search may "
             "also go on beyond its first rates."
@@ -204,48 +211,60 @@ def tell_status(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class _StageStatus:
-    """How much of a stage is made, and what is left. `follow` are stand-ins for jobs that cannot be named
-    yet (see `jobs_to_follow`)."""
+@dataclass(frozen=True)
+class _PlannedStage:
+    """A stage and its jobs. `follow` are stand-ins for jobs that cannot be named yet (see
+    `jobs_to_follow`)."""
 
-    def __init__(
-        self, file: str, name: str, jobs: list[Job], follow: list[Job], results: str | None
-    ):
-        self.file, self.name, self.searches = file, name, bool(follow)
-        self.made = count_made({name: jobs}, results).to_dict("records")[0]
-        self.planned = self.made["planned"] + len(follow)
-        self.left = expect([*missing_jobs(jobs, results), *follow], results)
+    file: str
+    name: str
+    jobs: list[Job]
+    follow: list[Job]
 
-    def row(self) -> dict[str, Any]:
+    def row(self, results: str | Path | None) -> dict[str, Any]:
+        """How much of the stage is made, and what is left."""
+        made = count_made({self.name: self.jobs}, results).to_dict("records")[0]
+        left = expect([*missing_jobs(self.jobs, results), *self.follow], results)
         return {
-            "plan": self.file, "stage": self.name, "planned": self.planned,
-            "made": self.made["made"], "diverged": self.made["diverged"], "left": self.left.jobs,
-            "hours taken": f"{self.made['hours']:.1f}", "hours left": _hours(self.left),
+            "plan": self.file, "stage": self.name, "planned": made["planned"] + len(self.follow),
+            "made": made["made"], "diverged": made["diverged"], "left": left.jobs,
+            "hours taken": f"{made['hours']:.1f}", "hours left": _hours(left),
         }  # fmt: skip
 
 
-def _stages_of(arguments: argparse.Namespace, changes: dict[str, Any]) -> list[_StageStatus]:
+def _list_stages(arguments: argparse.Namespace, changes: dict[str, Any]) -> list[_PlannedStage]:
     results, stages = arguments.results, []
     named = _each_stage(arguments, lambda file: plan_jobs(file, changes, results))
     for file, name, jobs in named:
         follow = jobs_to_follow(file, changes, results)[name]
-        stages.append(_StageStatus(file, name, jobs, follow, results))
+        stages.append(_PlannedStage(file, name, jobs, follow))
     return stages
 
 
-def _sum(stages: list[_StageStatus]) -> Expected:
-    left = Expected(0, 0.0, 0)
-    for stage in stages:
-        left = left.plus(stage.left)
-    return left
+def _sum(stages: list[_PlannedStage], results: str | Path | None) -> tuple[int, Expected]:
+    """Count the jobs of all stages, and estimate what those take that are left. A job that several
+    stages have counts once."""
+    jobs = {job.path(results): job for stage in stages for job in stage.jobs}
+    follow = {job.path(results): job for stage in stages for job in stage.follow}
+    left = [*missing_jobs(jobs.values(), results), *follow.values()]
+    return len(jobs) + len(follow), expect(left, results)
 
 
 def _each_stage(
     arguments: argparse.Namespace, jobs_of: Callable[[str], dict[str, list[Job]]]
 ) -> Iterator[tuple[str, str, list[Job]]]:
-    """The stages that are asked for, each with its file, its name, and its jobs by `jobs_of(file)`."""
-    for given in arguments.plan:
-        file, stage = _file_and_stage(given)
+    """The stages that are asked for, each with its file, its name, and its jobs by `jobs_of(file)`.
+
+    Raises ValueError for --stage if every plan already names its stage.
+    """
+    plans = list(dict.fromkeys(map(_file_and_stage, arguments.plan)))
+    if arguments.stage and all(stage for _, stage in plans):
+        named = ", ".join(arguments.plan)
+        raise ValueError(
+            f"--stage: got {', '.join(arguments.stage)} together with {named}, allowed: either "
+            "FILE:STAGE or FILE with --stage"
+        )
+    for file, stage in plans:
         stages = jobs_of(file)
         wanted = [stage] if stage else arguments.stage or list(stages)
         reject_unknown(wanted, stages, f"stage in {file}")

@@ -63,6 +63,36 @@ def test_a_queue_takes_several_plans_and_stages_of_them(tmp_path, capsys, small)
         assert error.startswith("error: unknown stage in ") and "allowed: a, b" in error
 
 
+@pytest.mark.parametrize(
+    "more, says",
+    [
+        (
+            ["plan.yaml:a", "--stage", "b"],
+            "--stage: got b together with plan.yaml:a, allowed: either",
+        ),
+        (["plan.yaml", "--minutes", "-3"], "--minutes: got -3, allowed: a number above 0"),
+        (
+            ["plan.yaml", "--pack", "x.tar"],
+            "--pack: got x.tar, allowed: only together with --minutes",
+        ),
+        (["plan.yaml", "other.yaml", "--minutes", "3"], "PLAN: got plan.yaml, other.yaml, allowed"),
+    ],
+)
+@pytest.mark.parametrize("dry", [True, False])
+def test_options_that_a_queue_cannot_carry_out_are_refused(
+    tmp_path, capsys, monkeypatch, more, says, dry
+):
+    tiny_command(tmp_path, epochs=1)  # writes tiny.yaml
+    stages = "[{stage: a, seeds: [0], runs: [{}]}, {stage: b, seeds: [1], runs: [{}]}]"
+    for name in ("plan.yaml", "other.yaml"):
+        text = f"{{profile: tiny.yaml, stages: {stages}}}"
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    dry_run = ["--dry-run"] if dry else []
+    assert main(["queue", *more, *dry_run, "--results", str(tmp_path)]) == 2
+    assert f"error: {says}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["run", "queue", "status", "again", "sensitivity", "bench"])
 def test_every_command_has_its_help(capsys, command):
     with pytest.raises(SystemExit) as ended:

@@ -244,6 +244,131 @@ def test_a_class_goes_on_where_its_state_was_taken(folder):
         assert torch.equal(one.step(deltas_ND), two.step(deltas_ND))
 
 
+STATEFUL = """
+import collections
+import random
+import numpy as np
+
+class Memory:
+    def __init__(self, generator):
+        self.residuals, self.generator = {}, generator
+
+class Base:
+    beta = 0.5
+
+    def __init__(self):
+        self.size, self.act = 3, torch.relu
+
+class Stateful(Base):
+    def __init__(self):
+        super().__init__()
+        self.memory = Memory(np.random.default_rng(0))
+        self.pool, self.old = random.Random(0), np.random.RandomState(0)
+        self.sums, self.queue = collections.defaultdict(float), collections.deque(maxlen=3)
+        self.total, self.scale = np.array(0.0), np.float64(0.1)
+        self.first_only, self.shared = True, self.memory.residuals
+
+    def compress(self, tensor, name):
+        memory = self.memory
+        noise = memory.generator.random() + self.pool.random() + self.old.normal()
+        memory.residuals[name] = self.beta * memory.residuals.get(name, 0.0) + tensor + noise
+        self.sums[name] += noise
+        self.queue.append(noise)
+        self.total += noise
+        if hasattr(self, "first_only"):
+            del self.first_only
+            tensor = tensor + 1
+        same = (self.scale * np.ones(1, np.float32)).itemsize
+        more = self.sums[name] + sum(self.queue) + self.total.item() + same
+        return [self.act(self.shared[name]) + tensor + more], None
+
+    def decompress(self, tensors, context):
+        return tensors[0]
+"""
+
+
+def test_nothing_that_a_class_keeps_is_lost_when_a_run_goes_on(folder):
+    name = find_method(str(written(folder, STATEFUL))).name
+    rounds = torch.randn(8, 2, 50)
+    one, two, three = (tcs.Compressor(name, [30, 20], 2) for _ in range(3))
+    for deltas_ND in rounds[:4]:
+        one.step(deltas_ND)
+    two.load_state_dict(one.state_dict())
+    for deltas_ND in rounds[:2]:
+        three.step(deltas_ND)  # an instance that has been used gets the saved state, too
+    three.load_state_dict(one.state_dict())
+    for deltas_ND in rounds[4:]:
+        update_D = one.step(deltas_ND)
+        assert torch.equal(update_D, two.step(deltas_ND))
+        assert torch.equal(update_D, three.step(deltas_ND))
+
+
+KEEPS = """
+import collections, itertools, threading
+
+class Slots:
+    __slots__ = ("sums",)
+
+class Memory:
+    pass
+
+class Named(dict):
+    pass
+
+class Keeps:
+    def __init__(self):
+        self.memory = Memory()
+        self.memory.value = {made}
+
+    def compress(self, tensor, name):
+        {then}
+        return [tensor], None
+
+    def decompress(self, tensors, context):
+        return tensors[0]
+"""
+
+
+SLOTS = """
+class Slots:
+    __slots__ = ("last",)
+
+    def compress(self, tensor, name):
+        self.last = tensor
+        return [tensor], None
+
+    def decompress(self, tensors, context):
+        return tensors[0]
+"""
+
+
+@pytest.mark.parametrize(
+    "made, then, kind",
+    [
+        ("itertools.count()", "next(self.memory.value)", "count"),
+        ("Slots()", "self.memory.value.sums = tensor", "Slots"),
+        ("Named()", "self.memory.value[name] = tensor", "Named"),
+        ("[Memory()]", "self.memory.value[0].sums = tensor", "Memory"),
+        ("collections.defaultdict(Memory)", "self.memory.value[name].sums = tensor", "Memory"),
+        ("collections.deque()", "self.memory.value = collections.deque(maxlen=3)", "deque"),
+        ("torch.relu", "self.memory.value = torch.sigmoid", "builtin_function_or_method"),
+        ("threading.Lock()", "pass", "lock"),
+    ],
+)
+def test_what_a_resumed_run_could_not_get_back_is_named_before_any_run(
+    folder, capsys, made, then, kind
+):
+    path = written(folder, KEEPS.format(made=made, then=then))
+    line = error_of(folder, capsys, path, "--dry-run")
+    assert f"attribute memory.value of Keeps: got {kind}" in line
+    assert "allowed: numbers, strings, tensors, arrays" in line and "state_dict" in line
+
+
+def test_a_class_with_slots_must_say_what_it_keeps(folder, capsys):
+    path = written(folder, SLOTS)
+    assert "Slots: got a class with state outside" in error_of(folder, capsys, path, "--dry-run")
+
+
 def test_low_rank_factors_give_a_matrix_of_that_rank(registry):
     side = Side(tcs.RULES["LowRank-1"](tcs.Scheme.named("LowRank-1"), [12]), "client", 0)
     matrix = torch.outer(torch.randn(8), torch.randn(9))
@@ -607,6 +732,14 @@ def test_a_stored_method_with_almost_the_same_bytes_is_compared():
     assert math.isnan(far.equal_bytes.value) and "sends at least" in far.reason
 
 
+def test_a_shorter_code_leaves_the_dense_start_as_it_is():
+    one = scoring.Point("a", 0.5, 60.0, 0.1, 3, up=30.0, down=50.0, start=40.0)
+    rows = {"a": {"recoded": 0.5, "beside_tcs": 1.0, "decodes": True}}
+    assert tables.rows_table([("a", one)], rows)["MB up, re-coded"].tolist() == ["25"]
+    none = dataclasses.replace(one, start=0.0)
+    assert tables.rows_table([("a", none)], rows)["MB up, re-coded"].tolist() == ["15"]
+
+
 def test_a_dense_start_can_be_left_out_of_both_ways():
     one = scoring.Point("a", 0.5, 60.0, 0.1, 3, 30.0, 10.0, 20.0)
     later = one.without_start()
@@ -780,6 +913,16 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "given", ["0.01", "()", "[(1, 2)]", "[0.01, None]", "['low']", "[True]", "[float('nan')]"]
+)
+def test_densities_are_a_list_of_numbers(folder, capsys, given):
+    text = SIGNS.replace("class Signs:", f"class Signs:\n    densities = {given}\n")
+    line = error_of(folder, capsys, written(folder, text))
+    got = given.replace("float('nan')", "nan")
+    assert f"Signs: densities: got {got}, allowed: a list or tuple of one or more numbers" in line
+
+
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_file_gets_one_line_that_names_it(folder, capsys, kind):
     text, said = WRONG[kind]
@@ -873,6 +1016,42 @@ def test_a_method_that_diverges_is_a_result(folder, capsys):
     path = written(folder, text)
     assert compare(folder, path) == 1
     assert "diverged: mine.py: Signs" in capsys.readouterr().err
+
+
+HALVES = """
+class Halves:
+    downlink = {downlink}
+
+    def compress(self, tensor, name):
+        return {sent}
+
+    def decompress(self, tensors, context):
+        return tensors[0].float() * (context if isinstance(context, float) else 1.0)
+"""
+
+
+@pytest.mark.parametrize("downlink, who", [(False, "client 0"), (True, "server")])
+@pytest.mark.parametrize(
+    "sent", ["[tensor.half()], None", "[tensor / tensor.norm()], tensor.norm().half().item()"]
+)
+def test_what_half_precision_cannot_hold_counts_as_diverged(folder, downlink, who, sent):
+    path = written(folder, HALVES.format(downlink=downlink, sent=sent))
+    compressor = tcs.Compressor(find_method(str(path)).name, [30, 20], 2)
+    compressor.step(torch.ones(2, 50))
+    large_ND = torch.full((2, 50), 1e5)
+    if downlink:  # only their sum is too large for half precision
+        client, other = compressor.clients[0], compressor.clients[1]
+        client.side.instance.compress = other.side.instance.compress = lambda t, _: ([t], None)
+    with pytest.raises(tcs.NotFiniteError, match=f"^{who}: the update is not finite"):
+        compressor.step(large_ND)
+
+
+def test_infinity_from_a_small_difference_is_a_mistake_of_the_method(folder):
+    path = written(folder, HALVES.format(downlink=False, sent="[tensor / 0.0], None"))
+    compressor = tcs.Compressor(find_method(str(path)).name, [30, 20], 2)
+    with pytest.raises(ValueError, match="got NaN or infinity, allowed: finite") as raised:
+        compressor.step(torch.ones(2, 50))
+    assert not isinstance(raised.value, tcs.NotFiniteError)
 
 
 def test_what_is_neither_file_nor_method_is_refused(folder, capsys):

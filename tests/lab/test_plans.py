@@ -326,6 +326,26 @@ def test_the_status_of_a_plan_says_what_is_made_and_what_is_left(plan, tmp_path,
     assert [row[0] for row in rows] == ["fixed"] and len(lines) == 1
 
 
+def test_a_run_that_is_planned_twice_counts_once(plan, tmp_path, capsys):
+    other = tmp_path / "other.yaml"
+    other.write_text(PLAN.replace("stage: fixed", "stage: again"), encoding="utf-8")
+    where = ["--results", str(tmp_path)]
+    for plans in ([str(plan)] * 2, [str(plan), f"{plan}:fixed"], [str(plan), str(other)]):
+        assert main(["queue", *plans, "--dry-run", *where]) == 0
+        assert capsys.readouterr().out.startswith("11 runs, 0 of them made, 11 left")
+    rows, (line, _) = status(capsys, str(plan), str(plan), *where)
+    assert [row[0] for row in rows] == ["tuned", "fixed"] and line.startswith("11 runs, ")
+
+
+@pytest.mark.parametrize("key", ["learning_rate", "centralized_learning_rate"])
+def test_a_rate_that_the_plan_tunes_cannot_be_set(plan, tmp_path, capsys, key):
+    words = [str(plan), "--results", str(tmp_path), "--set", f"{key}=0.3"]
+    for command in (["queue", *words, "--dry-run"], ["queue", *words], ["status", *words]):
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {key}: got 0.3, allowed: none with {plan}")
+
+
 HOUR = 3600.0
 
 

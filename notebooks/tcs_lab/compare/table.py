@@ -32,13 +32,15 @@ def rows_table(
     for method, point in points:
         kept = rows.get(method, {}) if point.scheme == method else {}
         start = format_number(point.start) if point.start else "–"
+        start_up = point.start / 2  # a dense round sends as many bytes up as down
+        recoded = start_up + (point.up - start_up) * kept.get("recoded", math.nan)
         mark = "" if kept.get("decodes", True) else " (counted)"
         lines.append({
             "Method": point.scheme + mark, "n": str(point.n), "Rate": format_number(point.rate),
             "Accuracy %": f"{point.accuracy:.2f} ± {point.half:.2f}",
             "MB up": format_number(point.up), "MB down": format_number(point.down),
             "MB of the dense start": start,
-            "MB up, re-coded": format_number(point.up * kept.get("recoded", math.nan)),
+            "MB up, re-coded": format_number(recoded),
             "Time of a round (TCS: 1)": format_number(kept.get("beside_tcs", math.nan), 2),
         })  # fmt: skip
     return pd.DataFrame(lines)
@@ -48,7 +50,8 @@ NOTE = (
     "Accuracy is the mean over n seeds with its {:.0%} interval, for other seeds and other images. MB are "
     "those of one client's messages in the whole training. They contain the dense start, in which everything "
     "is sent. The time of a round is relative to that of TCS in the same process. (counted) means that the method's messages are not decoded, "
-    "so its bytes are only calculated. Re-coded bytes are those with a shorter code for the same tensors."
+    "so its bytes are only calculated. Re-coded bytes are those with a shorter code for the same tensors; the "
+    "dense start is not re-coded."
 )
 
 

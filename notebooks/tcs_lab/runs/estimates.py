@@ -35,10 +35,6 @@ class Expected(NamedTuple):
     hours: float
     unknown: int
 
-    def plus(self, other: Expected) -> Expected:
-        jobs, hours, unknown = other
-        return Expected(self.jobs + jobs, self.hours + hours, self.unknown + unknown)
-
 
 def expect(jobs: Iterable[Job], results: str | Path | None = None) -> Expected:
     """Estimate what it takes to make these jobs; if a job was stopped, to make its rest."""

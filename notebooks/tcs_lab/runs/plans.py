@@ -49,6 +49,9 @@ ImageSpans = Annotated[
 ]
 
 
+RATES = ("learning_rate", "centralized_learning_rate")  # what is tuned
+
+
 class Tuning(BaseModel, extra="forbid"):
     """How the schemes of a tuned stage get their learning rates, all of them in the same way.
 
@@ -300,6 +303,13 @@ def _read_planning(
         raise ValueError(
             f"{given}: got parameters of runs, allowed: none with {path}, whose jobs are not runs"
         )
+    if any(isinstance(stage, TrainingStage) and stage.tune for stage in read.stages):
+        for key in RATES:
+            if key in changes:
+                got = format_value(changes[key])
+                raise ValueError(
+                    f"{key}: got {got}, allowed: none with {path}, which tunes the rates"
+                )
     return Planning(read, profile, changes, results)
 
 
@@ -325,8 +335,7 @@ class Search:
     results: str | Path | None = None
 
     def config(self, factor: float, seed: int) -> RunConfig:
-        keys = ("learning_rate", "centralized_learning_rate")
-        rates = {key: round(factor * getattr(self.tuning, key), 10) for key in keys}
+        rates = {key: round(factor * getattr(self.tuning, key), 10) for key in RATES}
         (config,) = plan({**self.profile, **rates, "schemes": [self.scheme], "seeds": [seed]})
         return config
 

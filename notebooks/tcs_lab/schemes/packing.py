@@ -55,6 +55,8 @@ def pack(value: Any, context: Context | None = None) -> bytes:
                 return b"k" + bytes([place])
     if value is None or isinstance(value, bool):
         return {None: b"N", True: b"T", False: b"F"}[value]
+    if isinstance(value, np.generic) and context is None:  # in a state, it comes back as it was
+        return b"n" + pack(np.asarray(value))
     if isinstance(value, np.generic):
         return pack(value.item(), context)
     if isinstance(value, int) and -(2**63) <= value < 2**63:
@@ -89,7 +91,7 @@ _MAKERS: dict[bytes, Any] = {tag: kind for kind, tag in _SEQUENCES.items()}
 
 def _from_numpy(array: np.ndarray) -> Tensor:
     try:
-        return torch.from_numpy(np.ascontiguousarray(array))
+        return torch.from_numpy(np.ascontiguousarray(array)).reshape(array.shape)
     except TypeError:
         raise ValueError(f"got an array of {array.dtype}, allowed: arrays of numbers") from None
 
@@ -126,6 +128,9 @@ def _read(data: bytes, at: int, context: Context | None) -> tuple[Any, int]:
     if tag == b"a":
         tensor, at = _read(data, at, None)
         return tensor.numpy(), at
+    if tag == b"n":
+        array, at = _read(data, at, None)
+        return array[()], at
     if tag == b"g":
         state, at = _read(data, at, None)
         return torch.Generator().set_state(state), at

@@ -17,10 +17,14 @@ equals the parameter's name, shape, number of entries or dtype takes one byte. I
 dtypes and shapes of the tensors, are the same as in this client's last message, all of them together
 take one bit.
 
+A run that was killed goes on with the attributes that the instances had. `tcs_lab.schemes.attributes`
+says which attributes can be kept; others are refused. A class with the methods state_dict and
+load_state_dict says itself what is kept.
+
 Attributes of the class that the adapter looks at, all of them optional:
 
     error_feedback = True    what the server did not get is added to the client's next difference
-    densities = (0.01, ...)  arguments, one for each density; the class is usually made with the first
+    densities = (0.01, ...)  numbers, one for each density; the class is usually made with the first
     dense_warmup = True      training begins with one dense epoch, as that of TCS does
     downlink = True          the server's update is compressed, too, by another instance
 """
@@ -30,6 +34,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -55,6 +60,12 @@ from tcs_core import (
     random_seed,
     register_scheme,
 )
+from tcs_lab.schemes.attributes import (
+    has_state_dict,
+    list_attributes,
+    load_attributes,
+    save_attributes,
+)
 from tcs_lab.schemes.packing import (
     Context,
     make_tensor,
@@ -68,6 +79,7 @@ from tcs_lab.schemes.packing import (
 
 _MOST_TENSORS = 255  # for one parameter: their number is sent in a byte
 _LARGE = 1e6  # a difference with larger entries means that the training diverges
+_LARGEST_HALF = 65_504  # of float16, in which a larger entry or norm becomes infinity
 
 
 class TensorRule(MaskRule):
@@ -149,22 +161,24 @@ class Side:
         self.rule, self.who, self.numbers = rule, who, numbers
         self.instance = rule.make()
         self.headers: list[bytes] = []  # for each parameter, the header of its last tensors
-        self.first_attributes = dict(_attributes(self.instance))
+        self.first_attributes = dict(list_attributes(self.instance))
 
     def compress(self, vector_D: Tensor, round: int) -> bytes:
         """Return what the method makes of a difference (D,), as bytes. The difference is not changed.
 
         One bit for each parameter says whether its header is new; the new headers follow, then the
-        tensors.
+        tensors. Raises NotFiniteError if the difference is so large that half precision overflows.
         """
         contexts = self.rule.contexts()
         headers, data = [], []
+        is_large = float(vector_D.norm()) > _LARGEST_HALF
         with self._fix_seeds(round):
             for context, view in zip(contexts, self.rule.views(vector_D), strict=True):
                 tensor = view.clone(memory_format=torch.contiguous_format)
-                header, content = _encode_tensors(
-                    self.instance.compress(tensor, context.name), context
-                )
+                given = self.instance.compress(tensor, context.name)
+                header, content = _encode_tensors(given, context)
+                if is_large and not _is_finite(given):
+                    raise NotFiniteError(*self.numbers or (SERVER,))
                 headers.append(header)
                 data.append(content)
         before = self.headers or [b""] * len(headers)
@@ -224,39 +238,35 @@ class Side:
     # What a resumed run needs. In the state, "said" are the headers.
 
     def state(self) -> Tensor:
-        """Return the instance's attributes as bytes, in a tensor.
-
-        Attributes that cannot be saved are left out if they are the same as at the start. Raises
-        ValueError, which names it, for one that has changed.
-        """
-        if hasattr(self.instance, "state_dict") and hasattr(self.instance, "load_state_dict"):
-            kept = self.instance.state_dict()
+        """Return what the instance keeps as bytes, in a tensor. Raises ValueError for what cannot be
+        kept."""
+        if has_state_dict(self.instance):
+            saved = {"kept": self.instance.state_dict()}
         else:
-            kept = {}
-            for name, value in _attributes(self.instance).items():
-                try:
-                    pack(value)
-                    kept[name] = value
-                except ValueError as error:
-                    if self.first_attributes.get(name, self) is not value:
-                        raise ValueError(
-                            f"attribute {name} of the method: {error}; or give the class the methods "
-                            "state_dict and load_state_dict"
-                        ) from None
-        data = pack({"said": self.headers, "kept": kept})
+            saved = save_attributes(self.instance, self.first_attributes)
+        data = pack({"said": self.headers} | saved)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     def load(self, state: Tensor) -> None:
         read = unpack(state.cpu().numpy().tobytes())
-        self.headers = read["said"]
-        if hasattr(self.instance, "state_dict") and hasattr(self.instance, "load_state_dict"):
+        self.headers = read.pop("said")
+        if has_state_dict(self.instance):
             self.instance.load_state_dict(read["kept"])
-        else:
+        elif "same" in read:
+            load_attributes(self.instance, read)
+        else:  # of an older version
             vars(self.instance).update(read["kept"])
 
 
-def _attributes(instance: Any) -> dict[str, Any]:
-    return vars(instance) if hasattr(instance, "__dict__") else {}
+def _is_finite(given: Any) -> bool:
+    """Return whether there is no NaN or infinity in what `compress` returned."""
+    if isinstance(given, list | tuple):
+        return all(map(_is_finite, given))
+    if isinstance(given, dict):
+        return all(map(_is_finite, given.values()))
+    if isinstance(given, Tensor):
+        return bool(given.isfinite().all())
+    return not isinstance(given, float | np.floating) or math.isfinite(given)
 
 
 def _encode_tensors(given: Any, context: Context) -> tuple[bytes, bytes]:
@@ -320,11 +330,15 @@ def register_tensors(kind: type, name: str, **identity: Any) -> str:
     becomes attributes of the rule, on which the digests of its runs depend.
     """
     given = getattr(kind, "densities", None)
+    are_numbers = isinstance(given, list | tuple) and all(
+        isinstance(one, int | float) and not isinstance(one, bool) and -math.inf < one < math.inf
+        for one in given
+    )
+    if given is not None and not (given and are_numbers):
+        allowed = "a list or tuple of one or more numbers, or no such attribute"
+        got = " ".join(reprlib.repr(given).split())  # an array has several lines
+        raise ValueError(f"{kind.__name__}: densities: got {got}, allowed: {allowed}")
     densities: list[Any] = [()] if given is None else [(density,) for density in given]
-    if not densities:
-        raise ValueError(
-            "densities: got an empty list, allowed: one or more arguments, or no such attribute"
-        )
     numbers = [f"-{density[0]:g}" for density in densities[1:]]
     names = [name, *(f"{name}{number}" for number in numbers)]
     for one, arguments in zip(names, densities, strict=True):
