@@ -17,9 +17,10 @@ equals the parameter's name, shape, number of entries or dtype takes one byte. I
 dtypes and shapes of the tensors, are the same as in this client's last message, all of them together
 take one bit.
 
-A run that was killed goes on with the attributes that the instances had. `tcs_lab.schemes.attributes`
-says which attributes can be kept; others are refused. A class with the methods state_dict and
-load_state_dict says itself what is kept.
+A run that was killed goes on with the attributes that the instances had. These can be numbers,
+strings, tensors, arrays, a torch.Generator, and lists, tuples, sets and dicts of these. An attribute
+that holds something else is refused, unless it never changes, as a function. A class with the methods
+state_dict and load_state_dict says itself what is kept.
 
 Attributes of the class that the adapter looks at, all of them optional:
 
@@ -35,6 +36,7 @@ import contextlib
 import math
 import random
 import reprlib
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -59,12 +61,6 @@ from tcs_core import (
     Wire,
     random_seed,
     register_scheme,
-)
-from tcs_lab.schemes.attributes import (
-    has_state_dict,
-    list_attributes,
-    load_attributes,
-    save_attributes,
 )
 from tcs_lab.schemes.packing import (
     Context,
@@ -161,7 +157,7 @@ class Side:
         self.rule, self.who, self.numbers = rule, who, numbers
         self.instance = rule.make()
         self.headers: list[bytes] = []  # for each parameter, the header of its last tensors
-        self.first_attributes = dict(list_attributes(self.instance))
+        self.first_attributes = dict(getattr(self.instance, "__dict__", {}))
 
     def compress(self, vector_D: Tensor, round: int) -> bytes:
         """Return what the method makes of a difference (D,), as bytes. The difference is not changed.
@@ -238,24 +234,63 @@ class Side:
     # What a resumed run needs. In the state, "said" are the headers.
 
     def state(self) -> Tensor:
-        """Return what the instance keeps as bytes, in a tensor. Raises ValueError for what cannot be
-        kept."""
-        if has_state_dict(self.instance):
-            saved = {"kept": self.instance.state_dict()}
-        else:
-            saved = save_attributes(self.instance, self.first_attributes)
-        data = pack({"said": self.headers} | saved)
+        """Return what the instance keeps as bytes, in a tensor. Raises ValueError, which names the
+        attribute, if a resumed run would go on without what is in it."""
+        kept = self.instance.state_dict() if _has_state_dict(self.instance) else self._attributes()
+        data = pack({"said": self.headers, "kept": kept})
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    def _attributes(self) -> dict[str, Any]:
+        kind, kept = type(self.instance).__name__, {}
+        if not hasattr(self.instance, "__dict__"):
+            raise ValueError(f"{kind}: got a class with __slots__, {_ALLOWED}")
+        for name, value in vars(self.instance).items():
+            if _is_plain(value):
+                kept[name] = value
+            elif (
+                not isinstance(value, _FIXED) or self.first_attributes.get(name, self) is not value
+            ):
+                got = f"got {type(value).__name__}"
+                raise ValueError(f"attribute {name} of {kind}: {got}, {_ALLOWED}")
+        return kept
 
     def load(self, state: Tensor) -> None:
         read = unpack(state.cpu().numpy().tobytes())
-        self.headers = read.pop("said")
-        if has_state_dict(self.instance):
+        self.headers = read["said"]
+        if _has_state_dict(self.instance):
             self.instance.load_state_dict(read["kept"])
-        elif "same" in read:
-            load_attributes(self.instance, read)
-        else:  # of an older version
+        else:
             vars(self.instance).update(read["kept"])
+
+
+_ALLOWED = (
+    "allowed: numbers, strings, tensors, arrays, and lists, tuples, sets and dicts of these; or give the "
+    "class the methods state_dict and load_state_dict"
+)
+_FIXED = (  # what such an attribute is cannot change, so it need not be kept
+    type, property, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, partial,
+    np.ufunc, np.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+def _has_state_dict(instance: Any) -> bool:
+    return hasattr(instance, "state_dict") and hasattr(instance, "load_state_dict")
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value comes back from its bytes as it was. A dictionary of another class, such as
+    a defaultdict, would come back as a plain one."""
+    if type(value) in (list, tuple, set):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(_is_plain(key) and _is_plain(inner) for key, inner in value.items())
+    if isinstance(value, dict | list | tuple | set) and type(value) is not torch.Size:
+        return False
+    try:
+        pack(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_finite(given: Any) -> bool:
