@@ -270,7 +270,7 @@ with_tcs["TCS"] = train(tcs.Scheme.named("TCS", phi_global=phi, phi_local=phi_lo
 for name, run in with_tcs.items():
     least, mean = (
         min(one for one, _ in run["sent"]),
-        statistics.mean(all_ for _, all_ in run["sent"]),
+        statistics.mean(of_all for _, of_all in run["sent"]),
     )
     print(f"{name:7s} all clients together send {mean:6.1%} of the intended squared norm on average, and each client at least {least:6.2%}, "
           f"in {len(run['sent'])} rounds")  # fmt: skip
@@ -572,7 +572,9 @@ claim(
     lost < 1e-5,
     f"up to {lab.format_number(lost, 2)}",
 )
-sends = {name: statistics.mean(run["sent"]) for name, run in with_tcs.items()}
+sends = {
+    name: statistics.mean(of_all for _, of_all in run["sent"]) for name, run in with_tcs.items()
+}
 claim("a round of TCS sends more of what was intended than one of rand-K", sends["TCS"] > sends["rand-K"],
       f"{sends['TCS']:.0%} against {sends['rand-K']:.1%}; top-K {sends['top-K']:.0%}")  # fmt: skip
 claim("in this run, keeping errors raises top-K's accuracy", lab.judge_mean(rescued, noise),

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, cast
@@ -387,6 +388,12 @@ def _phase(config: RunConfig, rounds: int, t: int) -> Phase:
 
 def _make_autocast(config: RunConfig) -> Callable[[], contextlib.AbstractContextManager]:
     kind, enabled = config.torch_device.type, config.precision == "bf16"
+    if enabled and kind == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        warnings.warn(
+            "precision: got bf16 on a processor without AVX-512, which takes many times as long as on one "
+            "with it; allowed, but precision=fp32 is much faster here",
+            stacklevel=2,
+        )
     return partial(torch.autocast, kind, torch.bfloat16, enabled=enabled)
 
 
