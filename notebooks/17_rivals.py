@@ -325,7 +325,7 @@ def text_row(name: str) -> dict:
 
 
 display(Markdown(lab.markdown(pd.DataFrame([text_row(name) for name in on_text]))))
-groups = {"above FedAvg": [], "not to be told from FedAvg": [], "below FedAvg": []}
+groups = {"above FedAvg": [], "cannot be told apart from FedAvg": [], "below FedAvg": []}
 for name in (name for name in on_text if name != "FedAvg"):
     gap, half = gap_on_text(name)
     groups[list(groups)[0 if gap > half else 2 if gap < -half else 1]].append(name)
