@@ -12,7 +12,7 @@
 # **In short.** The paper's quantizer sends one bit for the sign of a value, and four bits that say in which of 16 intervals its
 # magnitude lies. The receiver replaces the magnitude by the mean of its interval. In each interval, the lower end is the same fraction σ
 # of the upper end. Every value except zero therefore arrives with a relative error of at most (1 − σ)/σ. For the messages below, this
-# bound lies between 0.5 and 1.3, and no smaller bound holds for all possible messages. What a message loses stays with the client, as
+# bound lies between about one half and one and a half, and no smaller bound holds for all possible messages. What a message loses stays with the client, as
 # part of its errors, and is sent later. With five bits, a plain uniform quantizer leaves a smaller error of the message as a whole. The
 # strength of the paper's quantizer is that *small* values also arrive with a limited relative error.
 #

@@ -13,7 +13,7 @@
 # formula covers only what clients send to the server (the uplink) after the dense warm-up. In TCS-L4-Q5, which is TCS with four local
 # steps per round and five bits per value, this is 4 % of the whole traffic. By the formula, this scheme sends 1,910 times fewer bits
 # than dense training. If we include the dense warm-up, the factor for the uplink is 214. If we also include what the server sends to
-# the clients (the downlink), it is 139. (This is for the paper's network and its 300 epochs, of which 5 are dense. README gives 163 for our own
+# the clients (the downlink), it is 139. (This is for the paper's network and its 300 epochs, of which 5 are dense. README gives the factor for our own
 # training of 80 epochs, of which one is dense.)
 #
 # **Claim (last column of Tables 1 and 2, Sec. II-E).** TCS-L4-Q5 sends 0.01675 bits per parameter

@@ -404,15 +404,15 @@ def test_the_notebooks_runs_are_those_of_the_command_line(profile, monkeypatch):
 
 def test_nothing_recorded_is_said_and_no_error(tmp_path):
     """A profile that has no record, by 08 and 00."""
-    folder = lab.results_folder("gpu")
+    folder = lab.results_folder("paper")
     before = sorted(folder.rglob("*"))
     try:
         for path in (DRAWS, DRAWS.with_stem("00_reproduce")):
             made = papermill.execute_notebook(
-                str(path), None, {"evidence": "gpu"}, progress_bar=False, cwd=str(tmp_path)
+                str(path), None, {"evidence": "paper"}, progress_bar=False, cwd=str(tmp_path)
             )
             text = "".join(o.get("text", "") for c in made.cells for o in c.get("outputs", []))
-            assert "runs without a record: TCS (all 3 seeds), TCS-L2 (all 3 seeds)" in text
+            assert re.search(r"runs without a record: TCS( \(all \d seeds\))?, TCS-L2", text)
     finally:
         for new in set(folder.rglob("*")) - set(before):
             new.unlink()

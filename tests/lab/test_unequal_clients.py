@@ -33,7 +33,7 @@ def read(tmp_path):
 
 def first(cell):
     """The mean in front of an interval."""
-    return float(cell.split(" ")[0].replace("−", "-"))
+    return float(cell.partition(",")[0].partition(" ")[0].replace("−", "-"))
 
 
 def points(made, seed, epoch=-1):
