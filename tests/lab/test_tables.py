@@ -3,6 +3,7 @@ results/ is rebuilt."""
 
 import ast
 import math
+import re
 
 import nbformat
 import numpy as np
