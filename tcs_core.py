@@ -4530,10 +4530,8 @@ class TCSState:
         self.process_group = process_group
         self.can_undo = can_undo
         self.bytes_sent = dict.fromkeys(("dense", "shared", "explored"), 0)
-        # One client per bucket; keys are the names of the bucket's parameters.
-        self._buckets: dict[tuple[Name, ...], BucketClient] = {}
-        # Errors, masks and momentum of parameters that have no bucket at the moment, because DDP
-        # has rebuilt its buckets or a state was loaded.
+        self._buckets: dict[tuple[Name, ...], BucketClient] = {}  # by their parameters' names
+        # Errors, masks and momentum of parameters that are in no bucket at the moment.
         self._loose: dict[Name, dict[str, Tensor | None]] = {}
         # A parameter's name in the model or, without the model, its number in the first step.
         self._names: dict[Tensor, Name] = {}
