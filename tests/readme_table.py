@@ -629,7 +629,7 @@ ENDS = ("measured", "low", "high")
 
 def advice_block() -> str:
     """Which method to use: first the advice, then the numbers."""
-    images, scores = track_runs(), track_scores()
+    scores = track_scores()
     stc = scores.model.estimate({"STC": 1.0, "TCS": -1.0}, scores.confidence)
     random, tcs_point = random_mask_estimate(), point_of("TCS")
     rows, n = differences()

@@ -1,5 +1,6 @@
 """The table of the paper's sentences: verdicts are found, never typed in; what it names is there."""
 
+import math
 from itertools import chain
 
 import nbformat
@@ -71,7 +72,12 @@ def test_several_verdicts_are_all_said(words, verdict):
 def judged_as(words):
     """What `judged` gives of the claims: `words` of some, not measured of the others."""
     rows = [
-        {"claim": name, "verdict": words.get(name, "not measured"), "kept": name != "x2000"}
+        {
+            "claim": name,
+            "verdict": words.get(name, "not measured"),
+            "kept": name != "x2000",
+            "measured": math.nan,
+        }
         for name in CLAIMS.claims
     ]
     return pd.DataFrame(rows)
@@ -104,13 +110,29 @@ def test_verdicts_follow_the_claims_and_are_not_measured_until_these_stand():
 def test_a_verdict_that_the_bootstrap_does_not_share_is_named_beside_it():
     sentence = next(s for s in SENTENCES if s.claims == ["q5"])
     weak = {"claim": "q5", "verdict": "supported", "kept": None, "first": "A", "second": "B",
-            "measured": 0.0, "bootstrap": 0.6, "bound": "at_least", "bound_value": -0.5}  # fmt: skip
+            "measure": "accuracy", "eta": 0.5, "second_eta": 0.5, "low": -0.3, "high": 0.3, "measured": 0.0, "bootstrap": 0.6, "bound": "at_least", "bound_value": -0.5}  # fmt: skip
     for bootstrap, is_named in ((0.6, True), (0.4, False)):
         table = pd.DataFrame([weak | {"bootstrap": bootstrap}])
         (row,) = lab.sentences_table([sentence], table, CLAIMS, {}).to_dict("records")
         assert row["verdict"] == "supported"
-        note = row["because"].removeprefix(sentence.because)
+        measured, note = row["because"].split(sentence.because)
+        assert measured == "A − B: 0.00 (−0.30 to +0.30) points. "
         assert ("A − B" in note and "open" in note) if is_named else not note
+
+
+def test_each_of_several_verdicts_stands_beside_its_number():
+    (sentence,) = [s for s in SENTENCES if s.says.startswith("Global momentum goes well")]
+    row = {"measure": "accuracy", "second": "B", "eta": 0.8, "second_eta": 0.1, "low": -0.3, "high": 0.3,
+           "measured": 0.0, "kept": None, "bootstrap": math.nan}  # fmt: skip
+    verdicts = {"momentum": "supported", "momentum-parity": "open"}
+    table = pd.DataFrame(
+        [row | {"claim": c, "verdict": v, "first": c} for c, v in verdicts.items()]
+    )
+    (found,) = lab.sentences_table([sentence], table, CLAIMS, {}).to_dict("records")
+    assert found["verdict"] == "1 supported, 1 open"
+    for claim, verdict in verdicts.items():
+        said = f"omentum{claim[8:]} at η 0.8 − B: 0.00 (−0.30 to +0.30) points ({verdict})."
+        assert said in found["because"]
 
 
 def test_what_a_notebook_has_found_is_the_verdict(tmp_path, monkeypatch):
