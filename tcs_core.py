@@ -142,42 +142,84 @@ SHARED_FROM: dict[str, type[TCS]] = {}
 # Records are named by the fields and defaults of this class: you may add fields, but change none.
 @dataclass(frozen=True)
 class Scheme:
-    """What a client sends in one round. Make a scheme from a name, as in
+    """What a client sends in one round, and what it receives. Make a scheme from a name, as in
     `Scheme.named("TCS-L4-Q5")`, or from its fields.
 
-    `phi_global` and `phi_local` are None if the scheme has no such mask: top-K has only the
-    clients' own masks, and rand-K has only a shared one. `phi_down` is the fraction of entries that
-    the server sends outside the shared mask. If it is None, the server sends the average of all
-    entries that any client sent. Raises ValueError for a field that is not allowed.
+    The *shared mask* consists of the positions that the server and all clients know. A client's
+    *own mask* consists of further positions that this client sends. A fraction (phi) is a number
+    from 1e-12 to 1 and refers to all D entries, or None.
+
+    Which entries are sent
+
+    - `name`: 1 to 100 characters.
+    - `rule`: which mask rule chooses the masks, a key of RULES: "TCS", "top-K", "rand-K", "dense"
+      (every entry, as in FedAvg), or a name that was registered with `register_scheme`.
+    - `phi_global`, `phi_local`: the fraction of entries in the shared mask (Eq. 6), and in each
+      client's own mask (Sec. II-A). None means that the scheme has no such mask: top-K has only own
+      masks, and rand-K has only a shared one. They cannot both be None.
+    - `phi_min_global`, `phi_min_local`: the smallest fraction that is kept of every layer, in the
+      shared mask and in an own mask (layer-wise fairness, Sec. II-C). None: no minimum.
+    - `shared_from`: what TCS takes its shared mask from, "update" or a key of SHARED_FROM. "update"
+      means the largest entries of the last update, as in the paper. Importing tcs_lab.schemes adds
+      "stale" (of the update of ten rounds ago), "weights" (of the model's weights) and "random" (a
+      mask that is drawn in each round from the seed). Rules other than "TCS" need "update".
+    - `dense_warmup`: whether a round is dense (every entry is sent, in 32 bits) as long as the rule
+      has no shared mask yet. With False, clients then send only own masks, which are larger by
+      the size of the shared mask.
+    - `warmup_masks`: a whole number from 1 to 1000. If it is 1, masks always have their usual size.
+      With any other number, they are larger by a factor in those rounds for which the schedule of a
+      `Federation` gives one (`Phase.mask_factor`). The schedules of tcs_lab give this number as the
+      factor during a warm-up.
+
+    How they are sent
+
+    - `value_bits`: q, the bits per value, one of which is the sign (Sec. II-F): 1 to 16, or 32 for
+      float32 values that are not quantized.
+    - `quantizer`: how values of less than 32 bits are made, a key of QUANTIZERS. "fractional" is
+      the paper's.
+    - `code`: how a message becomes bytes, a key of CODES. "block" is the paper's.
+    - `phi_down`: the fraction of entries that the server sends outside the shared mask. None: all
+      entries that any client sent.
+    - `down_value_bits`, `down_quantizer`: like `value_bits` and `quantizer`, for the server's
+      messages.
+
+    How clients train
+
+    - `local_steps`: H, the number of a client's local steps in a round, from 1 to 10^9 (the paper's
+      Algorithm 1).
+    - `momentum`: beta of global momentum, at least 0 and below 1 (Algorithm 3). 0: no momentum.
+    - `error_accumulation`: whether a client adds what it has not sent to its next difference (Sec.
+      II-B).
+    - `error_unit`: the unit in which errors keep their value when the learning rate changes:
+      "difference" (of models) or, as in the authors' code, "gradient". With momentum, errors are
+      always in units of gradients, because gradients are sent.
+    - `centralized`: True for centralized training, which has one client and sends nothing.
+
+    The fields `phi_down`, `down_value_bits`, `down_quantizer`, `dense_warmup`, `warmup_masks`,
+    `error_unit` and `shared_from` are not in the paper. A scheme cannot be changed, but
+    `dataclasses.replace` makes a changed copy. Raises ValueError for a field that is not allowed.
     """
 
     name: str
-    rule: str = "TCS"  # which mask rule: a key of RULES
-    phi_global: float | None = 1e-2  # fraction of entries in the shared mask, Eq. 6
-    phi_local: float | None = 1e-3  # fraction of entries in a client's own mask, Sec. II-A
-    phi_min_global: float | None = None  # least fraction of every layer, shared mask, Sec. II-C
-    phi_min_local: float | None = None  # least fraction of every layer, own mask
-    local_steps: int = 1  # H, Alg. 1
-    value_bits: int = 32  # q, bits per value, one of which is the sign, Sec. II-F
-    momentum: float = 0.0  # beta, Alg. 3
-    error_accumulation: bool = True  # Sec. II-B
-    centralized: bool = False  # one client, nothing needs to be sent
-    quantizer: str = "fractional"  # quantizes the clients' values: a key of QUANTIZERS
-    code: str = "block"  # encodes a message's values and positions: a key of CODES
+    rule: str = "TCS"
+    phi_global: float | None = 1e-2
+    phi_local: float | None = 1e-3
+    phi_min_global: float | None = None
+    phi_min_local: float | None = None
+    local_steps: int = 1
+    value_bits: int = 32
+    momentum: float = 0.0
+    error_accumulation: bool = True
+    centralized: bool = False
+    quantizer: str = "fractional"
+    code: str = "block"
     # Beyond the paper.
-    down_value_bits: int = 32  # bits per value from the server
-    down_quantizer: str = "fractional"  # quantizes the server's values
-    phi_down: float | None = None  # fraction of the server's own mask; None: all entries received
-    dense_warmup: bool = True  # False: the first rounds are sparse, with the clients' own masks
-    warmup_masks: int = 1  # in a sparse warm-up, masks are this many times as large
-    # The unit in which errors keep their value when the learning rate changes: model differences
-    # or, as in the authors' code, gradients ("gradient"). With momentum, errors are always in units
-    # of gradients, because gradients are sent.
+    down_value_bits: int = 32
+    down_quantizer: str = "fractional"
+    phi_down: float | None = None
+    dense_warmup: bool = True
+    warmup_masks: int = 1
     error_unit: str = "difference"
-    # What TCS takes its shared mask from. "update" is S_top of the last update, as in the paper.
-    # Three more are in tcs_lab.schemes: "stale" is S_top of the update of ten rounds ago, "weights"
-    # is S_top of the model's weights, and "random" is a mask drawn in each round from the seed.
-    # You can add others to SHARED_FROM.
     shared_from: str = "update"
 
     def __post_init__(self) -> None:
@@ -236,15 +278,26 @@ class Scheme:
 
     @staticmethod
     def named(name: str, **changes: Any) -> Scheme:
-        """Return the scheme with this name, which is one of the paper's or was registered.
+        """Return the scheme with this name, such as "TCS-L4-Q5" or "FedAvg".
 
-        A name is a family (TCS, top-K, rand-K, FedAvg, FedSGD, Baseline, or one that was registered
-        with `register_scheme`) and any suffixes in `SUFFIXES` that make sense with it and with each
-        other. `changes` replaces fields.
+        A name is a family and any number of suffixes, in any order; upper and lower case count as
+        the same. Families are the keys of FAMILIES: TCS, top-K, rand-K, FedAvg (also called FedSGD
+        here), Baseline (centralized training), and those registered with `register_scheme`.
+        Suffixes are listed in SUFFIXES. This module defines
 
-        Raises ValueError for an unknown name, a suffix that makes no sense, or a change that
-        contradicts the name. A scheme of the paper also refuses a phi for a mask that it does not
-        have, such as phi_global for top-K.
+        - `-L<H>`: H local steps,
+        - `-Q<q>`: values of q bits,
+        - `-LF`: layer-wise fairness of all masks (`phi_min_global` 1e-3, `phi_min_local` 4e-4),
+        - `-PLF`: layer-wise fairness of the shared mask only,
+        - `-Global Momentum`, or `-Momentum` for Baseline: momentum 0.9.
+
+        Importing tcs_lab.schemes adds more, and so does `register_suffix`. `changes` replaces
+        fields other than `name` and `rule`: `Scheme.named("TCS", phi_global=0.02)`.
+
+        Raises ValueError for an unknown name, for a suffix that makes no sense with the family, for
+        two suffixes that set the same field, and for a change that contradicts the name, such as
+        local_steps=2 for "TCS-L4". A scheme of the paper also refuses a phi for a mask that it does
+        not have, such as phi_global for top-K.
         """
         family, parts = _split_name(name)
         _check_fields(changes, {"name", "rule"})
@@ -350,16 +403,7 @@ def _known_schemes() -> str:
 
 
 class Suffix(NamedTuple):
-    """A part of scheme names, such as "-L<H>".
-
-    `form` is the suffix as error messages write it, and `says` describes it in a few words.
-    `pattern` is a regular expression, in lower case and without the dash. If it has a group, the
-    group matches a number. `change(fields, number)` returns the fields of Scheme that the suffix
-    sets. `needs` lists what the scheme must have: "own" (masks of the clients' own), "shared" (a
-    shared mask), "masks" (any masks) or "S_top" (masks chosen by S_top). Centralized training
-    refuses a suffix unless "any scheme" is among its needs. A suffix with `last` changes what other
-    suffixes have set, and is applied after them.
-    """
+    """A part of scheme names, such as "-L<H>". For the fields see `register_suffix`."""
 
     form: str
     pattern: str
@@ -443,9 +487,22 @@ def register_suffix(
         def _shared_mask(fields, number):
             return {"phi_global": number / 1000}
 
-    See `Suffix` for the arguments. A suffix with the same form is replaced. If several suffixes
-    match a part of a name, the one that was registered first is used. Raises ValueError for a need
-    that `Suffix` does not know.
+    `change` returns the fields of Scheme that the suffix sets. It is called with the fields that
+    the family and earlier suffixes have set (a field that is missing has its default) and with the
+    suffix's number, or 0 if it has none.
+
+    - `form`: the suffix as it is written in names and in error messages. If it has a number, write
+      the number as a letter in angle brackets.
+    - `pattern`: a regular expression for the suffix in lower case, without the dash. If it has a
+      group, the group matches the number.
+    - `says`: a description in a few words.
+    - `needs`: what a scheme must have so that the suffix makes sense with it: "own" (own masks of
+      the clients), "shared" (a shared mask), "masks" (masks of any kind) or "S_top" (masks of the
+      largest entries). Centralized training refuses the suffix unless "any scheme" is among them.
+    - `last`: True for a suffix that changes what other suffixes have set. It is applied after them.
+
+    A suffix with the same form is replaced. If several suffixes match a part of a name, the one
+    that was registered first is used. Raises ValueError for a need that is not in this list.
     """
     for need in needs:
         _check_one_of("needs", need, _NEEDS)
@@ -495,9 +552,10 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
                 self.average_D = 0.9 * self.average_D + update_D.abs()
                 super().observe(self.average_D)
 
-    `fields` are fields of Scheme. A family with the same name is replaced. Raises ValueError for a
-    field that is not allowed, for a name that the paper uses, for a name such as "TCS-L4", which
-    already means a family with suffixes, and for anything but a class derived from `MaskRule`.
+    `fields` are fields of Scheme other than `name` and `rule`; the others have their defaults. A
+    family with the same name is replaced. Raises ValueError for a field that is not allowed, for a
+    name that the paper uses, for a name such as "TCS-L4", which already means a family with
+    suffixes, and for anything but a class derived from `MaskRule`.
     """
     _check_fields(fields, {"name", "rule"})
     papers = name in _THE_PAPERS and (name in FAMILIES or name in RULES)
@@ -579,10 +637,11 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
 
 
 def kept(phi: float, dimension: int) -> int:
-    """Return how many of D entries are kept, K = ceil(phi * D), at least 1.
+    """Return how many of D = `dimension` entries are kept, K = ceil(phi * D), at least 1.
 
-    The product is rounded to 9 decimals first, so that a rounding error cannot increase K.
+    `phi` is a fraction above 0 and at most 1, which is not checked.
     """
+    # The product is rounded to 9 decimals, so that a rounding error cannot increase K.
     return max(1, math.ceil(round(_number(phi) * _number(dimension), 9)))
 
 
@@ -591,21 +650,18 @@ def top_k_positions(
 ) -> Tensor:
     """Return the positions of the k entries of largest magnitude (S_top), int64 (k,), ascending.
 
-    Of equal magnitudes, the entry with the lower index is chosen. Entries in `excluded`, a (D,)
-    mask or positions, are never chosen. `among_K` (int64, ascending) are positions outside of which
-    the vector is known to be 0. On a CPU, the other entries are then usually not read.
+    The result is exact on every device. Of equal magnitudes, the entry with the lower index is
+    chosen. Entries in `excluded`, a bool mask (D,) or int64 positions, are never chosen. `among_K`
+    (int64, ascending) are positions outside of which the vector is known to be 0. On a CPU, the
+    other entries are then usually not read.
 
     Raises ValueError if `vector_D` has several dimensions, if k is not a whole number between 0 and
     the number of entries that are not excluded, if an entry that may be chosen is NaN, or if both
     `excluded` and `among_K` are given.
 
-    For float32 on a CPU, a threshold somewhat below the k-th largest magnitude is estimated from a
-    sample. We call it the floor. Few entries reach it, and S_top is chosen exactly among these. If
-    fewer than k entries reach it, half of the floor is tried, and then 0, which includes all
-    entries. So the estimate never changes the result.
-
-    On a GPU, reading a value on the host means waiting for it. There, values are not checked:
-    numbers are assumed to be finite, and a mask is assumed to leave at least k entries.
+    On a GPU, values are not checked, because the host would have to wait for them. Make sure that
+    numbers are finite and that a mask leaves at least k entries. Otherwise, NaN counts as the
+    largest number, and excluded entries fill the missing positions.
     """
     if among_K is not None and excluded is not None:
         raise ValueError("among_K: got one together with excluded, allowed: only one of the two")
@@ -622,6 +678,10 @@ def top_k_positions(
             eligible -= int(taken_D.sum()) if is_on_cpu(taken_D) else 0
         _check_k(k, eligible)
         return _largest_by_topk(magnitudes_D.unsqueeze(0), k)[0]
+    # For float32 on a CPU, a threshold somewhat below the k-th largest magnitude is estimated from
+    # a sample. We call it the floor. Few entries reach it, and S_top is chosen exactly among these.
+    # If fewer than k entries reach it, half of the floor is tried, and then 0, which includes all
+    # entries. So the estimate never changes the result.
     values_D = numbers_D.numpy()
     if among_K is not None and len(among_K) >= k:
         near = among_K.numpy()
@@ -664,11 +724,14 @@ def _not_below(floor: float, values_D: np.ndarray, excluded_D: np.ndarray | None
 def estimate_floor(values_D: np.ndarray, k: int, excluded_D: np.ndarray | None = None) -> float:
     """Estimate a magnitude somewhat below the k-th largest from a sample of some 4,000 entries.
 
-    The sample consists of every n-th entry, so about k/n of the k largest are in it. The floor is
-    the m-th largest magnitude of the sample. To be safe, m is k/n, a fifth more, and four standard
-    deviations of how many of the k largest are in a sample. For a short vector, or if the sample
-    does not tell, returns the least number above 0, which excludes only entries that are 0.
+    `values_D` is a float32 array. Entries in the bool array `excluded_D` (D,) do not count. For a
+    vector of fewer than 16,384 entries, or if the sample has too few entries for this k, returns
+    the least float32 number above 0, which excludes only entries that are 0. The estimate can be
+    too high; `top_k_positions` allows for this.
     """
+    # The sample consists of every n-th entry (n is `step`), so about k/n of the k largest are in
+    # it. The result is the m-th largest magnitude of the sample (m is `wanted`). To be safe, m is
+    # 1.2 k/n plus four standard deviations of how many of the k largest are in a sample.
     step = len(values_D) >> 12 | 1
     if step < 4:
         return _LEAST
@@ -787,15 +850,17 @@ def _as_mask(mask: Tensor, vector_D: Tensor) -> Tensor:
 def top_k_mask(vector_D: Tensor, k: int) -> Tensor:
     """Return S_top(v, K) as a mask, Sec. II-B: (D,) bool with exactly k ones.
 
-    Of equal magnitudes, the entry with the lower index is chosen.
+    Of equal magnitudes, the entry with the lower index is chosen. Raises what `top_k_positions`
+    raises.
     """
     return positions_to_mask(top_k_positions(vector_D, k), len(vector_D))
 
 
 def random_positions(k: int, dimension: int, *seed: int) -> Tensor:
-    """Draw k different positions out of D from the seed: int64 (k,), ascending, on the CPU.
+    """Draw k different positions out of D = `dimension`: int64 (k,), ascending, on the CPU.
 
-    The same seed always gives the same positions, so they need not be sent.
+    `seed` are one or more whole numbers >= 0. The same numbers always give the same positions, so
+    these need not be sent. Raises ValueError if k is larger than D.
     """
     generator = np.random.default_rng([_number(number) for number in seed])
     chosen = generator.choice(_number(dimension), _number(k), replace=False, shuffle=False)
@@ -803,9 +868,10 @@ def random_positions(k: int, dimension: int, *seed: int) -> Tensor:
 
 
 def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
-    """Return a (D,) bool mask with ones at the positions, int64 (K,).
+    """Return a (D,) bool mask with ones at the positions, int64 (K,), on their device.
 
-    On a CPU, raises ValueError for a position that is out of range.
+    On a CPU, raises ValueError for a position that is out of range. On a GPU this is not checked:
+    such a position leads to an error of CUDA or to a wrong mask.
     """
     dimension = _number(dimension)
     if is_on_cpu(positions_K) and len(positions_K):
@@ -818,7 +884,10 @@ def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
 
 
 def mask_to_positions(mask_D: Tensor) -> Tensor:
-    """Return the positions of a (D,) bool mask's ones: int64 (K,), ascending."""
+    """Return the positions of a (D,) bool mask's ones: int64 (K,), ascending, on its device.
+
+    The mask is not checked. On a GPU the host waits, because it has to know K.
+    """
     if is_on_cpu(mask_D):  # numpy's call costs less
         return torch.from_numpy(mask_D.numpy().nonzero()[0])
     return mask_D.nonzero(as_tuple=True)[0]
@@ -830,15 +899,17 @@ def mask_to_positions(mask_D: Tensor) -> Tensor:
 def layerwise_top_k_positions(
     vector_D: Tensor, k: int, layer_sizes: list[int], phi_min: float, excluded: Tensor | None = None
 ) -> Tensor:
-    """Return S_top under layer-wise fairness (Eq. 14, 15): positions int64 (k,), ascending.
+    """Return the k positions that S_top chooses under layer-wise fairness (Eq. 14, 15): int64 (k,),
+    ascending.
 
-    From every layer l, which has d_l entries, the ceil(phi_min * d_l) largest are chosen, or all
-    that are not excluded if there are fewer. The remaining entries, up to k in all, are the largest
-    of the other entries. If the entries that fill the layers' minimums are already more than k,
-    only the k largest of them are kept.
+    First, every layer l gets its minimum: of its d_l entries (`layer_sizes`), the ceil(phi_min *
+    d_l) largest are chosen. If fewer are not excluded, all of these are. Then the largest of all
+    entries that are not chosen yet are added, until there are k. If the minimums add up to more
+    than k, only the k largest of the entries that fill them are chosen. `excluded` is as in
+    `top_k_positions`.
 
-    Raises ValueError for sizes or a k that do not fit, or if an entry that may be chosen is NaN. On
-    a GPU the host waits for these checks.
+    Raises ValueError for sizes or a k that do not fit, for a `phi_min` that is not above 0 and at
+    most 1, or if an entry that may be chosen is NaN. On a GPU the host waits for these checks.
     """
     k, layer_sizes = _number(k), [_number(size) for size in layer_sizes]
     _check_vector(vector_D)
@@ -918,18 +989,21 @@ def _check_code(dimension: int, block: int) -> tuple[int, int]:
 
 
 def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
-    """Encode positions as bits, the inverse of Alg. 4: uint8 tensor of 0 and 1.
+    """Encode positions as bits, the inverse of the paper's Algorithm 4: uint8 tensor of 0 and 1.
 
-    `positions_K` must be int64, 0-based, strictly ascending and below `dimension`. `block` is the
-    number of entries per block. Each position takes 1 + width bits: a "1", and its offset inside
-    the block in `width` bits. Each block ends with a "0". If all positions and all blocks are
-    counted from 0, there are i positions and b block ends before position i in block b, so its code
-    begins at bit i * (1 + width) + b. Raises ValueError for positions out of range or out of order.
+    `positions_K` must be int64, strictly ascending, and from 0 to `dimension` - 1. The D =
+    `dimension` entries are divided into blocks of `block` entries. Each position is coded as a "1"
+    and its offset inside its block, which takes w = ceil(log2(block)) bits. Each block ends with a
+    "0". So the code has K (1 + w) + ceil(D / block) bits. The receiver needs the same `block`; the
+    function `block_for(K, D)` returns the power of two with which the code is shortest.
+
+    Raises ValueError for positions out of range or out of order.
     """
     dimension, block = _check_code(dimension, block)
     check_positions(positions_K, dimension)
     width = intra_block_bits(block)
     order = torch.arange(len(positions_K), device=positions_K.device)
+    # Before position i, which lies in block b, there are i coded positions and b ends of blocks.
     starts_K = order * (1 + width) + positions_K // block
     length = position_bits(len(positions_K), dimension, block)
     bits = torch.zeros(length, dtype=torch.uint8, device=positions_K.device)
@@ -961,18 +1035,19 @@ def check_positions(positions_K: Tensor, dimension: int, taken_D: Tensor | None 
 
 
 def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
-    """Decode positions from bits, Alg. 4: int64 (K,), ascending.
+    """Decode positions from bits, the paper's Algorithm 4: int64 (K,), ascending.
 
-    `bits` must be a uint8 tensor of 0 and 1, exactly one code long. Alg. 4 reads bit by bit. Here a
-    loop only looks for the places at which encoded positions begin, each with a "1". The offsets of
-    all positions are then read at once. Raises ValueError for anything that is not the code of some
-    set of positions.
+    `bits` must be a uint8 tensor of 0 and 1, exactly one code long, that `encode_positions` has
+    made with the same `dimension` and `block`. Raises ValueError for anything that is not the code
+    of some set of positions.
     """
     dimension, block = _check_code(dimension, block)
     if bits.dim() != 1 or bits.dtype != torch.uint8 or (bits > 1).any():
         got = f"{tuple(bits.shape)} {bits.dtype}"
         raise ValueError(f"bits: got {got}, allowed: a one-dimensional uint8 tensor of 0 and 1")
     width = intra_block_bits(block)
+    # Alg. 4 reads bit by bit. Here a loop only looks for the places at which encoded positions
+    # begin, each with a "1". The offsets of all positions are then read together.
     starts_K = torch.from_numpy(_flag_starts(bits, width)).to(bits.device)
     count = len(starts_K)
     length = position_bits(count, dimension, block)
@@ -1006,10 +1081,11 @@ def _flag_starts(bits: Tensor, width: int) -> np.ndarray:
 
 
 def scaled_sign(values_K: Tensor) -> Tensor:
-    """Return Q(u) = ||u||_1 / K * sign(u), Eq. 19, for K values: (K,) float32.
+    """Return Q(u) = ||u||_1 / K * sign(u), Eq. 19, for K floating-point values: (K,), same dtype.
 
     If no value is 0, this can be sent as one bit per value and one mean. A value of 0 stays 0 here,
-    which is a third level that one bit could not represent.
+    which is a third level that one bit could not represent. Values are not checked: if one is NaN
+    or infinite, the result is NaN or infinite everywhere.
     """
     return values_K.abs().mean() * values_K.sign() if len(values_K) else values_K.clone()
 
@@ -1026,13 +1102,15 @@ def interval_edges(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
 
 def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     """Quantize values by fractional quantization, Eq. 20 to 22: codes (K,) int32 and means (P,)
-    float32.
+    float32, where P is the number of `intervals`.
 
-    Interval p = 1..P contains magnitudes in (sigma^p u_max, sigma^(p-1) u_max], and the last one
-    also the smallest, sigma^P u_max. A value and the mean of its interval differ by a factor of at
-    most 1 / sigma, so |Q(u) - u| <= (1 - sigma) / sigma * |u| for every u != 0. A code is p - 1,
-    plus P for a negative value. It takes q = log2(P) + 1 bits. Zeros get the code of the last
-    interval with a positive sign, and are left out of its mean. Empty intervals have mean 0.
+    Let u_max be the largest magnitude of all values, u_min the smallest magnitude that is not 0,
+    and sigma = (u_min / u_max)^(1/P). Interval p = 1..P contains magnitudes in (sigma^p u_max,
+    sigma^(p-1) u_max], and the last one also the smallest, sigma^P u_max. A value and the mean of
+    its interval differ by a factor of at most 1 / sigma, so |Q(u) - u| <= (1 - sigma) / sigma * |u|
+    for every u != 0. A code is p - 1, plus P for a negative value. If P is a power of two, it takes
+    q = log2(P) + 1 bits. Zeros get the code of the last interval with a positive sign, and are left
+    out of its mean. Empty intervals have mean 0.
 
     Raises ValueError if there is no value, if a value is not finite, or if intervals < 1.
     """
@@ -1068,6 +1146,7 @@ def _fractional(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
 def fractional_dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
     """Return Q_f(u), Eq. 22: the mean of each code's interval with the code's sign, (K,) float32.
 
+    `codes_K` (K,) int32 and `means_P` (P,) float32 are those that `fractional_quantize` returns.
     Raises ValueError for a code outside 0..2P - 1.
     """
     intervals = len(means_P)
@@ -1088,11 +1167,12 @@ def _dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
 
 
 def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
-    """Return the paper's formula: uplink bits per parameter per local iteration.
+    """Return the paper's bit budget: the bits that a client sends per parameter per local step.
 
-    This is (q (phi_global + phi_local) + phi_local (log2(1 / phi_local) + 2)) / H. With a
-    `dimension` D, each phi is replaced by kept(phi, D) / D, and the 32 P bits of the quantizer's
-    means are counted, too. For centralized training, where nothing is sent, the result is nan.
+    With q bits per value (`value_bits`) and H local steps per round (`local_steps`), this is (q
+    (phi_global + phi_local) + phi_local (log2(1 / phi_local) + 2)) / H. With a `dimension` D, each
+    phi is replaced by kept(phi, D) / D, and the 32 P bits of the quantizer's P means are counted,
+    too. For centralized training, where nothing is sent, the result is nan.
     """
     scheme, dimension = _scheme(scheme), _number(dimension)
     if scheme.centralized:
@@ -1117,8 +1197,12 @@ MESSAGE_VERSION = 3  # raise it with any change of the contents of a message
 
 
 class ClientError(ValueError):
-    """An error in what a client sends. `client` is the client's number, or SERVER for the
-    server."""
+    """A ValueError about what a client or the server sends: base class of `NotFiniteError` and
+    `MessageError`.
+
+    `client` is the client's number, or SERVER for the server. `round` is the number of the round
+    that failed. It is None unless a `Compressor` or a `Federation` ran the round.
+    """
 
     round: int | None = None  # set by `happened_in`
 
@@ -1136,26 +1220,37 @@ class ClientError(ValueError):
 
 
 class NotFiniteError(ClientError):
-    """An update contains NaN or infinity: a client's, or the server's because a sum has
-    overflowed."""
+    """A `ClientError`: an update contains NaN or infinity. It is a client's update or, if a sum has
+    overflowed, the server's."""
 
     def __init__(self, client: int):
         super().__init__(client, "the update is not finite (NaN or infinity)")
 
 
 class MessageError(ClientError):
-    """A message that cannot be accepted: see `decode_message` and `Server.add`."""
+    """A `ClientError`: a message cannot be accepted, or there is no message to be averaged.
+
+    `Known.from_bytes`, `Known.check_message`, `Server.add`, `Server.average` and `Client.receive`
+    raise it. (`decode_message` alone raises a plain ValueError.)
+    """
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
     """The message of a client or of the server in one round.
 
-    `positions` int64 (K_own,), ascending, are the positions outside the shared mask. `values` (K,)
-    float32 are the values as the receiver will see them: first those on the shared positions, then
-    those on `positions`. Quantized values also have `codes` (K,) int32 and `means` (P,) float32. A
-    dense message has values (D,) and no positions. Two messages are equal if all their fields are
-    equal.
+    - `values` (K,) float32: the values as the receiver will see them, first those on the shared
+      positions, then those on `positions`.
+    - `positions` (K_own,) int64, ascending: the sender's own positions, outside the shared mask.
+    - `sender`: the client's number, or SERVER for the server.
+    - `round`: the number of the round.
+    - `codes` (K,) int32 and `means` (P,) float32: None unless values are quantized. With q bits per
+      value, a quantizer divides the magnitudes into P = 2^(q-1) intervals. `means` are the mean
+      magnitudes in these. A code is the index of a value's interval, from 0 to P - 1, plus P if the
+      value is negative.
+    - `dense`: True for a message with all values (D,) and no positions.
+
+    Two messages are equal if all their fields are equal.
     """
 
     values: Tensor
@@ -1270,8 +1365,14 @@ def _check_quantized(name: str, given: Any, count: int, intervals: int) -> None:
 class Wire:
     """The format of messages in one direction, which sender and receiver must know in advance.
 
-    `order` describes how each parameter lies in memory (see `layout_of`). Two participants that
-    give different orders refuse each other's messages. If both give (), this is not checked.
+    A `Known` has two of them, `wire_up` and `wire_down`. For a format without a `Known`, call `up`
+    or `down` rather than the class itself, which checks none of its arguments.
+
+    - `value_bits`: 1 to 16, or 32 for float32 values.
+    - `code`: a key of CODES.
+    - `layer_sizes`: the number of entries of each parameter tensor.
+    - `order`: how each parameter lies in memory, as in `Known`. Two participants that give
+      different orders refuse each other's messages. If both give (), this is not checked.
     """
 
     value_bits: int
@@ -1308,7 +1409,10 @@ class Wire:
 
 
 def message_bits(message: Message, wire: Wire) -> int:
-    """Return the exact length of the message's code in bits, without header and checksum."""
+    """Return the exact length of the message's code in bits, without header and checksum.
+
+    On the `wire` of a code other than "block", a sparse message is encoded to find its length.
+    """
     if message.dense:
         return 32 * wire.dimension
     if wire.code != "block":  # the length is known only after encoding
@@ -1483,23 +1587,24 @@ def quantized_message(codes: np.ndarray, means_P: Tensor, positions: Tensor) -> 
 class BlockCode:
     """The code of the paper: how values and own positions of a sparse message become bytes.
 
-    First come the values in 32 bits each. If they are quantized, the means come first, in 32 bits
-    each, and then the codes, in q bits each. The positions follow, encoded by Alg. 4. Codes and
-    positions form one stream of bits.
+    Values that are not quantized are sent first, in 32 bits each. Quantized values are sent as the
+    means of the quantizer's intervals, in 32 bits each, followed by one code per value in q =
+    `value_bits` bits (see `Message`). After the values come the own positions, encoded as the
+    paper's Algorithm 4 reads them (see `encode_positions`). Codes and positions form one stream of
+    bits, which is filled up with zeros to whole bytes.
 
-    To add another code, derive a class with the same two methods and put an object of it into CODES
-    under its name. `decode` is called only for messages that are marked as encoded by this code,
-    but their bytes may be untrusted. It must raise ValueError for bytes that `encode` does not
-    produce, and its memory must stay within a small multiple of their length and of the number of
-    values.
+    To add another code, derive a class with the same two methods, and put an object of it into the
+    dictionary CODES. Its key there is the value of Scheme's field `code` for schemes that use it.
+    `decode` is called only for messages that are marked as encoded by this code, but their bytes
+    may be untrusted. It must raise ValueError for bytes that `encode` does not produce, and its
+    memory must stay within a small multiple of their length and of the number of values.
     """
 
     def encode(self, message: Message, wire: Wire) -> tuple[bytes, bool]:
-        """Return the message as bytes, and a flag. A derived class returns True if it has encoded
-        this message as `BlockCode` does.
+        """Return the values and own positions of a sparse message as bytes, and a flag.
 
-        The flag says whether a derived class has used the code of this class instead of its own.
-        Here it is False.
+        A derived class sets the flag to True if it has encoded this message as `BlockCode` does
+        instead of with its own code. Then `BlockCode` will decode it. Here the flag is False.
         """
         own, streams = len(message.positions), []
         if message.codes is not None and message.means is not None:
@@ -1514,7 +1619,12 @@ class BlockCode:
         return floats + pack_bits(streams), False
 
     def decode(self, code: memoryview, shared: int, own: int, wire: Wire) -> Message:
-        """Return the message with this many shared and own values."""
+        """Return the message from the bytes that `encode` has made.
+
+        `shared` is the number of shared positions, and `own` the number of the sender's own
+        positions. The message's sender and round are set by the caller. Raises ValueError for bytes
+        that are not the code of such a message.
+        """
         count = shared + own
         block = block_for(own, wire.dimension)
         places = position_bits(own, wire.dimension, block) if own else 0
@@ -1605,17 +1715,28 @@ class MaskRule:
     """Decide which entries are sent. To define a new scheme, derive a class from this one or from
     `TCS` and register it with `register_scheme`.
 
-    The methods may return a mask as a (D,) bool tensor or as ascending int64 positions.
+    `Known` makes one object with the arguments `scheme`, `layer_sizes` (the number of entries of
+    each parameter tensor), `device` and `seed`, and stores it as `known.rule`. In each round, these
+    methods are called, which a derived class may replace:
+
+    - `begin(theta_D, mask_factor)`: the round begins.
+    - `shared_mask()`: the mask that the server and all clients share.
+    - `own_count(shared)`: how many entries an own mask has.
+    - `own_mask(intended_D, shared_D, k)`: a sender's own mask, chosen from `intended_D`.
+    - `observe(update_D)`: the round ends with this average update.
+
+    A mask may be returned as a bool tensor (D,) or as ascending int64 positions. All tensors are on
+    `device`.
 
     `keeps` names the attributes that a resumed run needs: tensors, numbers or None. A derived class
     lists only the attributes that it adds; those of its base classes are included automatically.
     Assign new values to these attributes and never change their tensors in place, because the old
     values are restored after a round that fails.
 
-    `round` is the number of the round that began last. In that round all masks are `mask_factor`
-    times as large as usual. The factor is always 1 if the scheme's `warmup_masks` is 1, its
-    default. `begin` sets `mask_factor` and, from it, the sizes `k_global` and `k_local`. An
-    override of `begin` therefore has to call `super().begin(theta_D, mask_factor)`.
+    `round` is the number of the round that began last, and `dimension` is D. `k_global` and
+    `k_local` are the sizes of the shared mask and of an own mask in that round: `mask_factor` times
+    the usual sizes. The factor is the one given to `begin` if the scheme's field `warmup_masks` is
+    not 1. Otherwise it is always 1. (In a `Federation`, it comes from the `Phase` of the round.)
     """
 
     keeps: tuple[str, ...] = ()
@@ -1638,17 +1759,19 @@ class MaskRule:
         self.k_local = self.size(self.scheme.phi_local, self.dimension - self.k_global)
 
     def size(self, phi: float | None, most: int) -> int:
-        """Return how many entries a mask with the fraction `phi` keeps in this round.
+        """Return how many entries a mask with the fraction `phi` has in this round.
 
-        This is at most `most`, and 0 if `phi` is None.
+        This is `mask_factor` times ceil(phi * D), but at most `most`. It is 0 if `phi` is None.
         """
         return min(self.mask_factor * kept(phi, self.dimension), most) if phi else 0
 
     def begin(self, theta_D: Tensor | None = None, mask_factor: int = 1) -> None:
-        """Set the sizes of all masks for the round that begins now.
+        """Set the sizes of all masks for the round that begins now. An override has to call
+        `super().begin(theta_D, mask_factor)`.
 
-        `theta_D` (D,) is the model, for a rule that looks at it. It is None where there is no
-        model, as in `Compressor.step`.
+        `theta_D` (D,) are the model's parameters, for a rule that looks at them. It is None where
+        there is no model, as in `Compressor.step`. Raises ValueError for a `mask_factor` that is
+        not a whole number from 1 to 1000, if it is used.
         """
         factor = mask_factor if self.scheme.warmup_masks != 1 else 1
         if factor != self.mask_factor:
@@ -1678,10 +1801,11 @@ class MaskRule:
         return min(wanted, self.dimension - shared)
 
     def own_mask(self, intended_D: Tensor, shared_D: Tensor, k: int) -> Tensor:
-        """Choose a sender's own mask: k entries outside the shared mask `shared_D` (D,).
+        """Choose a sender's own mask: k entries outside the shared mask `shared_D` (D,) bool.
 
-        Here these are S_top of the remaining entries, line 10. Do not change `intended_D` or
-        `shared_D`, which are used again afterwards.
+        `intended_D` (D,) float32 is what the sender means to send: its difference plus its errors.
+        Here the k largest entries outside the shared mask are chosen (S_top, line 10 of Algorithm
+        2). Do not change `intended_D` or `shared_D`, which are used again afterwards.
         """
         return self.select(intended_D, k, self.scheme.phi_min_local, shared_D)
 
@@ -1697,9 +1821,11 @@ class MaskRule:
         self, vector_D: Tensor, k: int, phi_min: float | None, excluded_D: Tensor | None = None,
         among_K: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return S_top of a vector outside the mask `excluded_D` (D,), as positions int64 (k,).
+        """Return S_top, the k largest entries of a vector (D,), as positions int64 (k,), ascending.
 
-        If `phi_min` is given, the choice is layer-wise fair. For `among_K` see `top_k_positions`.
+        Entries in the mask `excluded_D` (D,) are not chosen. If `phi_min` is not None, the choice
+        is layer-wise fair: at least this fraction of every layer is chosen (see
+        `layerwise_top_k_positions`). For `among_K` see `top_k_positions`.
         """
         if k == 0:
             return torch.empty(0, dtype=torch.int64, device=vector_D.device)
@@ -1714,10 +1840,11 @@ class MaskRule:
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError for a state that this rule cannot load.
 
-        The state must have exactly the names in `keeps`. Where this rule has None, a number or a
-        tensor, the state may have any of the three. If both are tensors, they need the same dtype
-        and number of dimensions. If the tensor of this rule is a vector (D,), the other one needs
-        the same length. Any other attribute needs the same type. A rule that knows more about its
+        `load_state_dict` calls this before it changes anything. The state must have exactly the
+        names in `keeps`. An attribute that is now a tensor, a number or None may become any of
+        these three. A tensor can only be replaced by a tensor with the same dtype and number of
+        dimensions, and a vector (D,) only by one of the same length. An attribute of another type,
+        such as a string, can only be replaced by one of this type. A rule that knows more about its
         values extends this method.
         """
         if not isinstance(state, dict):
@@ -1820,11 +1947,11 @@ class TCS(MaskRule):
         self.magnitudes_K = last_D[self.positions] if self.mask_factor != 1 else None
 
     def observe(self, update_D: Tensor) -> None:
-        """Choose the next round's shared mask: S_top of the update (D,), line 5.
+        """Choose the next round's shared mask: S_top of the update (D,), line 5 of Algorithm 2.
 
-        An update that is all zero keeps the mask, also if there is none yet. On a GPU, the old mask
-        is kept only if it already has the size of the new one. As long as there is none, the host
-        waits for one value.
+        If all entries of the update are zero, the mask stays as it is; if there is none yet, there
+        is still none. On a GPU, an existing mask stays only if it has the size of the new one.
+        Otherwise S_top of the zeros is chosen, because the host would have to wait to know better.
         """
         if not self.k_global:
             return
@@ -1895,11 +2022,23 @@ class Known:
     In one process, the server and all clients can use the same object. In several processes, each
     makes its own from the same scheme, `layer_sizes`, `seed` and `order`.
 
-    - `layer_sizes` are the numbers of entries of the parameter tensors. Their sum is D.
-    - `seed` is for rules that draw random masks.
-    - `device` is where the tensors are stored.
-    - `order` describes how each parameter lies in memory (see `layout_of`). Without it, nothing
-      checks that the server and the clients flatten their models in the same order.
+    Arguments
+
+    - `scheme`: a `Scheme` or its name. Raises ValueError for one with momentum or with errors in
+      units of gradients, which need a `Federation`.
+    - `layer_sizes`: the numbers of entries of the parameter tensors. Their sum is D.
+    - `seed`: a whole number >= 0 and below 2^64, for rules that draw random masks.
+    - `device`: where the tensors are stored.
+    - `order`: how each parameter lies in memory. For each parameter, this is a tuple of its
+      dimensions, outermost first, as `layout_of(parameter)` returns it. For example, it differs
+      between the memory formats contiguous and channels_last. Without `order`, nothing checks that
+      the server and the clients flatten their models in the same order.
+
+    Attributes, besides these: `round` is the number of the open round or, if none is open, of the
+    next one. `dense` says whether the round is dense. In a sparse round, `shared_K` (int64,
+    ascending) and `shared_D` (D,) bool are the shared mask, and `own_count` is the size of a
+    client's own mask (None if clients choose it). `rule` is the scheme's `MaskRule`. `wire_up` and
+    `wire_down` are the formats of messages (`Wire`).
 
     `status` says where the round stands. These methods set it:
 
@@ -1951,9 +2090,11 @@ class Known:
     ) -> None:
         """Open a round, and ask the rule for its shared mask unless the round is `dense`.
 
-        `theta_D` (D,) is the model, for a rule that looks at it. For `mask_factor` see `Phase`. The
-        round is also dense if the scheme is `always_dense`, or if the rule has no mask yet and the
-        scheme has a dense warm-up. Raises ValueError unless the last round is closed.
+        The round is also dense if the scheme sends every entry in 32 bits in every round, as FedAvg
+        does (its property `always_dense` says so), or if the rule has no mask yet and the scheme's
+        `dense_warmup` is True. `theta_D` (D,) are the model's parameters, for a rule that looks at
+        them. All masks of this round are `mask_factor` times as large as usual, if the scheme's
+        `warmup_masks` is not 1 (see `Phase`). Raises ValueError unless the last round is closed.
         """
         if self.status != CLOSED:
             what = f"round {self.round} is {self.status}"
@@ -1991,11 +2132,14 @@ class Known:
         self.status = CLOSED
 
     def lose(self, round: int | None = None) -> None:
-        """Close a round whose average is not used.
+        """Close a round whose average is not used: the mask stays the same, and the next round has
+        the next number.
 
-        `round` is the number of this round. Without it, the round is the open one or, if none is
-        open, the next one. The mask stays the same, and the next round has the next number. This
-        call is never refused.
+        Without `round`, this is the open round or, if none is open, the next one, whose number is
+        then skipped. Give its number as `round` if you do not know whether `observe` has closed it
+        already, as after an interrupt. The next round gets the number `round` + 1 in any case, so
+        this also lets a participant continue with another round than its own next one. This call is
+        never refused.
         """
         self.round = (self.round if round is None else round) + 1
         self.status = CLOSED
@@ -2022,12 +2166,13 @@ class Known:
         return mask
 
     def require_finite(self, values: Tensor, sender: int) -> Tensor:
-        """Return the values if all of them are finite.
+        """Return the values if all of them are finite. `Client` and `Server` call this for
+        differences, messages and averages.
 
         On a CPU, raises NotFiniteError, which names the sender, if any value is NaN or infinite. On
-        a GPU the host would have to wait for the answer. There the whole vector becomes 0 if any of
-        its entries is not finite, and a flag is stored. `check_flags`, at the end of a round, reads
-        all flags together and raises the error.
+        a GPU the host would have to wait for the answer. There, zeros are returned instead of
+        `values` if any of them is not finite, and a flag is stored. `check_flags`, at the end of a
+        round, reads all flags together and raises the error.
         """
         if self.on_cpu:
             if not _all_finite(values):
@@ -2042,13 +2187,14 @@ class Known:
         """Raise NotFiniteError for the first sender whose stored flag says that its values were not
         finite.
 
-        Returns how many entries of the mask `counted_D` (D,) are set, or 0 without a mask. On a GPU
-        this is the round's only wait for values, which is why the flags and the count are read
-        together. On a CPU `require_finite` has raised the error already, and flags are not read.
-
-        An ordinary round does not wait anywhere else. Layer-wise fairness, masks that a rule
-        returns as bool tensors, `Server.reply` and `to_bytes` each wait once more.
+        `to_bytes`, `Server.finish`, `Client.receive` and `Link.to_clients` call this. Returns how
+        many entries of the mask `counted_D` (D,) are set, or 0 without a mask. On a CPU
+        `require_finite` has raised the error already, and flags are not read.
         """
+        # On a GPU this is the round's only wait for values, which is why the flags and the count
+        # are read together. An ordinary round does not wait anywhere else. Layer-wise fairness,
+        # masks that a rule returns as bool tensors, `Server.reply` and `to_bytes` each wait once
+        # more.
         if self.on_cpu:
             return 0 if counted_D is None else int(np.count_nonzero(counted_D.numpy()))
         asked = [is_finite.long() for _, is_finite in self.flags]
@@ -2132,7 +2278,7 @@ class Known:
         return self._mask_tag
 
     def to_bytes(self, message: Message) -> bytes:
-        """Return a message of this round as bytes.
+        """Return a message of this round, from a client or from the server, as bytes.
 
         Raises NotFiniteError if it turns out only now, on a GPU, that a client's values were not
         finite, and ValueError for a message that `encode_message` refuses.
@@ -2181,7 +2327,8 @@ class Known:
         """Raise ValueError for a state that this object cannot load.
 
         This is a state of another scheme, seed or model, one of a model whose parameters lie in
-        memory in another order, or an incomplete one.
+        memory in another order, or an incomplete one. `load_state_dict` calls this first. Call it
+        yourself to check the states of several objects before you load any of them.
         """
         check_state_version("state of Known", state)
         wanted = self._identity()
@@ -2230,15 +2377,18 @@ class InFlight(NamedTuple):
 
 
 class Client:
-    """The client of Alg. 2.
+    """A client of the paper's Algorithm 2. "Line" in its methods means a line of this algorithm.
 
-    `errors_D` (D,) is what the server has not received yet. If none are given, it begins as zeros,
-    or is None if the scheme keeps no errors. Its unit is that of the vectors given to `send`:
-    model differences or, in a federation with global momentum, sums of gradients.
+    `known` is the `Known` of this process, and `number` the client's number, 0 to 65,534.
 
-    `send` makes a message. From then until `arrived`, `errors_D` holds everything that was meant to
-    be sent. Only `arrived` subtracts the values that were sent, so that the content of a lost
-    message stays in the errors.
+    `errors_D` (D,) float32, on the device of `known`, is what the server has not received yet. If
+    none are given, it begins as zeros, or is None if the scheme keeps no errors. Its unit is that
+    of the vectors given to `send`: model differences or, in a federation with global momentum, sums
+    of gradients.
+
+    `send` makes a message. From then until `arrived`, `errors_D` is the whole sum of the difference
+    and the earlier errors, including what the message contains. Only `arrived` subtracts the values
+    that were sent. So if a message is lost, its content stays in the errors.
 
     In `keeps`, a class names the tensors (D,) that a resumed run needs. Those of its base classes
     are included automatically. All of them have to be in the unit of the errors, since `scale_`
@@ -2259,18 +2409,21 @@ class Client:
         self.value_bits, self.quantizer = known.scheme.value_bits, known.scheme.quantizer
 
     def send(self, delta_D: Tensor) -> Message:
-        """Make this round's message of a model difference (D,), lines 9 to 12.
+        """Make this round's message of a model difference (lines 9 to 12): add the errors to it,
+        choose the own positions, and quantize the values.
 
-        `delta_D` is not changed. Before anything is changed, this raises NotFiniteError for NaN or
-        infinity. It raises ValueError for another shape or type, a round that is not open, or a
-        second message in one round. If an entry that is to be sent overflows when the difference is
-        added, NotFiniteError is raised as well, and the errors are reset to 0.
+        `delta_D` (D,) float32, on the device of `known`, is not changed. Before anything is
+        changed, this raises NotFiniteError for NaN or infinity. It raises ValueError for another
+        shape or type, a round that is not open, or a second message in one round. If an entry that
+        is to be sent overflows when the difference is added, NotFiniteError is raised as well, and
+        the errors are reset to 0.
 
         If a rule raises or returns a mask that is not allowed, give the round up with `Known.lose`.
         The errors then contain the difference already.
 
-        On a GPU the whole vector becomes 0 if any entry is not finite. The error is then raised by
-        `Known.to_bytes` or at the end of the round.
+        On a GPU, NotFiniteError is not raised here but by `Known.to_bytes` or at the end of the
+        round. Until then, a `delta_D` with NaN or infinity counts as all zero, and if a value that
+        is to be sent has overflowed, the message contains only zeros.
         """
         known, what = self.known, f"client {self.number}: send"
         if known.status != OPEN:
@@ -2299,12 +2452,14 @@ class Client:
         return known.require_finite(delta_D.detach(), self.number)
 
     def message_of(self, delta_D: Tensor) -> Message:
-        """Do lines 9 to 12 for a difference that has been checked, in an open round."""
+        """Make this round's message of a difference (D,) that has been checked: add the errors to
+        it (line 9), and continue with `message_from` (lines 10 to 12)."""
         return self.message_from(self.intended(delta_D))  # line 9
 
     def message_from(self, intended_D: Tensor, own_K: Tensor | None = None) -> Message:
-        """Do lines 10 to 12, or only lines 11 and 12 if the own positions have been chosen
-        already."""
+        """Make the message of `intended_D` (D,), the sum of the difference and the errors: choose
+        own positions (line 10) unless they are given as `own_K`, take the values on the shared and
+        own positions (line 11), and quantize them (line 12). In a dense round, take all values."""
         known, shared_K, who = self.known, self.known.shared_K, (self.number, self.known.round)
         known.senders.add(self.number)
         try:
@@ -2330,12 +2485,13 @@ class Client:
         return message
 
     def intended(self, delta_D: Tensor) -> Tensor:
-        """Line 9: return the sum of the difference and the errors, (D,). The errors become this
-        sum."""
+        """Line 9: return the sum of the difference and the errors, (D,). It is added up in
+        `errors_D`, which is returned. Without errors, the difference itself is returned."""
         return delta_D if self.errors_D is None else self.errors_D.add_(delta_D)
 
     def own_positions(self, intended_D: Tensor) -> Tensor:
-        """Line 10: return positions outside the shared mask, as the scheme's rule chooses them."""
+        """Line 10: return this client's own positions (int64, ascending), which the scheme's rule
+        chooses outside the shared mask."""
         known, k = self.known, self.known.own_count
         mask = known.rule.own_mask(
             intended_D, known.shared_D, known.rule.k_local if k is None else k
@@ -2350,8 +2506,8 @@ class Client:
         """Line 13: subtract the values of the message in flight from the errors, because it has
         arrived.
 
-        Give `received` if the values arrived in another form than they were sent, for instance
-        rounded by an all-reduce in fewer bits: then those values are subtracted. Raises ValueError
+        Give the message as it was `received` if its values have changed on the way, for instance
+        because an all-reduce has rounded them: then those values are subtracted. Raises ValueError
         if nothing is in flight, if `received` has another number of values than the message that
         was sent, or if only one of the two is dense. The values themselves are not compared.
         """
@@ -2382,9 +2538,9 @@ class Client:
 
         `heard` says whether this client's message of this round is in the average. The reply does
         not contain this: a client in another process has to learn it from whatever carries the
-        messages. With True, the client subtracts what it sent from its errors. Give False if the
-        server refused the message or averaged without it: then the errors keep all of it for the
-        next round. Give False, too, at a client that did not take part.
+        messages. With True, the default, the client subtracts what it sent from its errors. Give
+        False if the server refused the message or averaged without it: then the errors keep all of
+        it for the next round. Give False, too, at a client that did not take part.
 
         Raises MessageError, with nothing changed, for a message of another round. Raises ValueError
         if `heard` is True and this client has sent nothing in this round. Raises NotFiniteError if
@@ -2456,7 +2612,7 @@ class Client:
         """Raise ValueError for a state that this client cannot load.
 
         This is the state of another client, one with errors of another size, or one in which
-        something is missing or has the wrong type.
+        something is missing or has the wrong type. `load_state_dict` calls this first.
         """
         check_state_version("state of Client", state)
         wanted = {
@@ -2571,12 +2727,16 @@ class Downlink(Client):
 
 
 class Server:
-    """The server of Alg. 2. It adds each message to a sum as soon as the message arrives.
+    """The server of the paper's Algorithm 2, whose lines its methods name. It adds each message to
+    a sum as soon as the message arrives.
 
-    `weights` has one number from 1e-18 to 1e18 per client. The average is divided by the sum of the
-    weights of those clients that were heard. Without weights, all clients count equally. If the
-    scheme compresses the downlink, `downlink` is the `Downlink` that sends updates and keeps their
-    errors. Otherwise it is None.
+    `weights` has one number from 1e-18 to 1e18 per client. The weighted sum of the messages is
+    divided by the sum of the weights of those clients that were heard, that is, whose messages were
+    added. Without weights, all clients count equally. `heard` lists these clients in an open round.
+
+    The server's messages are compressed if the scheme's field `phi_down` is not None or its
+    `down_value_bits` is not 32. Then `downlink` is an object of the class Downlink, a kind of
+    `Client` that sends the updates and keeps their errors. Otherwise `downlink` is None.
     """
 
     def __init__(self, known: Known, weights: Iterable[float] | None = None):
@@ -2621,7 +2781,7 @@ class Server:
         self.explored_D.index_fill_(0, message.positions, True)
 
     def average(self) -> Tensor:
-        """Line 15: return the average of the messages that were added, (D,).
+        """Line 15: return the average (D,) of the messages that were added, by their weights.
 
         Messages that come later in this round are refused. Raises MessageError if there is no
         message, and NotFiniteError if the sum has overflowed.
@@ -2639,10 +2799,12 @@ class Server:
         return self.average_D
 
     def reply(self, update_D: Tensor) -> Message:
-        """Line 16: make the server's message to all clients.
+        """Line 16: make the server's message to all clients from the update (D,).
 
-        It contains the update (D,) or, if the downlink is compressed, a part of it. With a
-        compressed downlink, NotFiniteError is raised if errors overflow.
+        In a dense round it contains all D entries. Otherwise it contains the values at the shared
+        positions and, with their positions, the values at all other positions that clients have
+        sent. With a compressed downlink (see `Server`), `downlink` makes the message, and
+        NotFiniteError is raised if its errors overflow.
         """
         known = self.known
         if self.downlink is not None:
@@ -2695,7 +2857,7 @@ class Server:
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError for a state that does not fit this server's downlink, or one in which
-        something is missing."""
+        something is missing. `load_state_dict` calls this first."""
         check_state_version("state of Server", state)
         wanted = dict.fromkeys(self.state_dict())
         check_same_state("state of Server", dict.fromkeys(state), wanted)
@@ -2725,14 +2887,19 @@ class Link:
 
     Without a `channel`, messages arrive exactly as they were sent, and their exact sizes are
     counted. With one, every message becomes bytes and is decoded before it is used.
-    `channel(sender, data)` returns the bytes that arrive. Give the function `unchanged` for a
-    channel without errors, or your own function, such as a transport or a simulated attack.
+    `channel(sender, data)` returns the bytes that arrive; `sender` is a client's number or SERVER.
+    Give the function `unchanged` for a channel without errors, or your own function, such as a
+    transport or a simulated attack.
 
     A client's message that cannot be decoded raises MessageError. With `on_bad` "skip" it is left
     out instead: the average is that of the others, and the client's errors keep everything that it
     meant to send. (In a scheme without errors, it is lost.) If no client's message can be decoded,
-    or the server's cannot, MessageError is raised all the same. To leave out messages for other
-    reasons, derive a class whose `to_server` returns None for them.
+    or the server's cannot, MessageError is raised all the same.
+
+    A derived class may replace two methods. `to_server(known, n, message)` returns a pair, client
+    n's message as it arrives and the length of its code in bits. To leave out a message, for
+    whatever reason, return (None, 0). `to_clients(server)` calls `server.finish()`, and returns a
+    pair, the update (D,) that the clients receive and the length of the server's message in bits.
     """
 
     channel: Callable[[int, bytes], bytes] | None = None
@@ -2748,7 +2915,8 @@ class Link:
     def to_server(self, known: Known, n: int, message: Message) -> tuple[Message | None, int]:
         """Return client n's message as the server receives it, and the length of its code in bits.
 
-        With `on_bad` "skip", a message that is refused is returned as None, with a length of 0.
+        With `on_bad` "skip", returns (None, 0) for a message that cannot be decoded. Otherwise
+        raises MessageError for it.
         """
         if self.channel is not None:
             data = self.channel(n, known.to_bytes(message))
@@ -2762,9 +2930,8 @@ class Link:
 
     def to_clients(self, server: Server) -> tuple[Tensor, int]:
         """Return the update that all clients receive, (D,), and the length of the server's message
-        in bits.
-
-        """
+        in bits, without header and checksum. Raises what `Server.finish` raises, and MessageError
+        for a message that cannot be decoded."""
         known = server.known
         if self.channel is None and server.downlink is None and known.scheme.code == "block":
             return self._count_reply(server)
@@ -2807,14 +2974,17 @@ def bytes_of(bits: int) -> int:
 class Traffic(NamedTuple):
     """What was sent in one round.
 
-    `bits_up` is the average length of a client's message, rounded up, and `bits_down` the length of
-    the server's message, both in bits of code. `bytes_up` and `bytes_down` are the lengths of whole
-    messages in bytes; `bytes_up` is the sum over all clients in `heard`. `heard` are the clients
-    whose messages were averaged, and `refused` those whose messages were not accepted; their
-    messages are not counted.
+    - `bits_up`: the length of a client's message in bits, without header and checksum, on average
+      over the clients in `heard` and rounded up to a whole number.
+    - `bits_down`: the length of the server's message in bits, without header and checksum.
+    - `bytes_up`: the length of all messages of the clients in `heard` together, in bytes. Each has
+      OVERHEAD_BYTES (20) for header and checksum.
+    - `bytes_down`: the length of the server's message in bytes, also with header and checksum.
+    - `heard`: the numbers of the clients whose messages were averaged.
+    - `refused`: those of the clients whose messages were left out, and are not counted.
 
-    The round of a centralized scheme (Baseline) is counted in the same way, as one dense message in
-    each direction, although there is nobody to send it to. `bit_budget` is nan there.
+    Centralized training (Baseline) sends nothing. Nevertheless, its round is counted here as one
+    dense message in each direction. (The function `bit_budget` returns nan for such a scheme.)
     """
 
     bits_up: int = 0
@@ -2837,15 +3007,20 @@ class Traffic(NamedTuple):
 
 
 class Compressor:
-    """N clients and a server that share one `Known`: the compression of Alg. 2 in one method,
-    `step`.
+    """N clients and a server that share one `Known`: the compression of the paper's Algorithm 2 in
+    one method, `step`.
 
     `clients` is N, and `link` decides how messages travel. The other arguments are those of `Known`
     and `Server`.
 
-    `errors_ND` (N, D) float32 is what the server has not received yet, in the unit of the vectors
-    that `step` is given. Its shape is (0, D) if the scheme keeps no errors. `traffic` describes the
-    last round.
+    Attributes
+
+    - `errors_ND` (N, D) float32: what the server has not received yet, in the unit of the vectors
+      that `step` is given. Its shape is (0, D) if the scheme keeps no errors.
+    - `traffic`: the `Traffic` of the last round that succeeded; all 0 before the first. `bits_up`,
+      `bits_down`, `bytes_up` and `bytes_down` are its fields of the same names.
+    - `known`, `server` and `clients`: the `Known`, the `Server`, and a dictionary from numbers to
+      each `Client`. `rule` is the `MaskRule`.
 
     Raises ValueError for a scheme that needs more than compression: for global momentum, and for
     errors in units of gradients, use a `Federation`.
@@ -2882,12 +3057,15 @@ class Compressor:
         self, deltas_ND: Tensor, dense: bool = False, clients: Iterable[int] | None = None
     ) -> Tensor:
         """Do one round: take the clients' model differences (N, D) and return their compressed
-        average (D,).
+        average (D,), both float32.
 
-        These are lines 9 to 13, 15 and 16 of Alg. 2, and line 5 of the next round. With `dense`, as
-        in a warm-up, every entry is sent and nothing is quantized. A scheme that takes its mask
-        from an update makes its first round dense unless its `dense_warmup` is False. `clients`
-        lists who takes part; the others keep their errors. `deltas_ND` is not changed.
+        Each client adds its errors, sends the values on the shared mask and on its own, and keeps
+        the rest as its errors (lines 9 to 13 of Algorithm 2). The server averages what was sent and
+        sends the average back (lines 15 and 16), from which the next shared mask is chosen (line
+        5). With `dense`, as in a warm-up, every entry is sent and nothing is quantized. A scheme
+        that takes its mask from an update makes its first round dense unless its `dense_warmup` is
+        False. `clients` lists who takes part; the others keep their errors. `deltas_ND` is not
+        changed.
 
         Raises NotFiniteError or ValueError, with nothing changed, for deltas or clients that cannot
         be used. On a GPU it turns out only at the end of the round that a delta is not finite: then
@@ -2908,7 +3086,7 @@ class Compressor:
         theta_D: Tensor | None = None, mask_factor: int = 1,
     ) -> Tensor:  # fmt: skip
         """Do one round like `step`, but call `difference(n)` for each client's difference (D,) when
-        it is needed.
+        it is needed. Returns the compressed average (D,).
 
         `chosen` lists the clients that take part. For `theta_D` and `mask_factor` see
         `Known.begin`.
@@ -2918,7 +3096,8 @@ class Compressor:
         (Errors that have overflowed become 0. If the sum of the messages has overflowed, the errors
         of all clients that were heard become 0, since it would overflow again in the next round.)
         In a scheme without errors, what was sent in this round is lost. If a round is interrupted
-        at its very end, while errors are updated, every later call raises until a state is loaded.
+        at its very end, while errors are updated, `step`, `round`, `scale_errors_` and `state_dict`
+        raise ValueError until a state is loaded.
         """
         self._check_usable(begins=True)
         checked = lambda n: self.clients[n].check_difference(difference(n))  # noqa: E731
@@ -3046,7 +3225,7 @@ class Compressor:
     def check_clients(self, chosen: Iterable[int] | None) -> list[int]:
         """Return the list of clients that take part; None means all clients.
 
-        Raises ValueError unless these are whole numbers of existing clients, each given once.
+        Raises ValueError unless they are one or more integers from 0 to N - 1, each given once.
         """
         if chosen is None:
             return list(range(self.client_count))
@@ -3064,9 +3243,12 @@ class Compressor:
     bytes_down = property(lambda self: self.traffic.bytes_down)
 
     def keep_errors_in(self, errors_ND: Tensor) -> None:
-        """Use the memory of this tensor (N, D) for the errors. It must hold zeros, which is not
-        checked. Call it before the first round. Raises ValueError for another shape or type, and
-        after a round has begun."""
+        """Use the memory of this tensor for the errors, for instance that of a file.
+
+        `errors_ND` must have the shape and the dtype (float32) of the attribute `errors_ND`, be on
+        the compressor's device, and hold zeros. The last two are not checked. Call this before the
+        first round. Raises ValueError for another shape or type, and after a round has begun.
+        """
         check_same_state("errors_ND", errors_ND, self.errors_ND)
         if self.known.round or self.known.status != CLOSED:
             got = f"got a call in round {self.known.round}"
@@ -3102,7 +3284,8 @@ class Compressor:
         return {"version": STATE_VERSION} | parts | {"server": self.server.state_dict()}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError for the state of another scheme, seed or model, or an incomplete one."""
+        """Raise ValueError for the state of another scheme, seed or model, or an incomplete one.
+        `load_state_dict` calls this first."""
         check_state_version("state of Compressor", state)
         wanted = dict.fromkeys(("version", "known", "clients", "server"))
         check_same_state("state of Compressor", dict.fromkeys(state), wanted)
@@ -3156,15 +3339,22 @@ def _check_weights(weights: Iterable[float] | None, clients: int) -> list[float]
 
 
 class Phase(NamedTuple):
-    """What a schedule returns for a round: the learning rate, whether the round is dense, and the
-    factor by which all K are larger than usual.
+    """What a schedule returns for a round. A schedule is a function from the round's number,
+    counted from 0, to a Phase or a learning rate.
 
-    A schedule is a function from the round's number, counted from 0, to a Phase or a learning rate.
+    - `eta`: the learning rate of the local steps, a finite number >= 0.
+    - `dense`: whether every entry is sent in this round.
+    - `mask_factor`: a whole number from 1 to 1000. In this round the shared mask and the clients'
+      own masks have this many times their usual numbers of entries (but not more than there are).
+      It is ignored if the scheme's field `warmup_masks` is 1, its default.
+
+    `Federation.round` raises ValueError for another `eta` and, unless it is ignored, for another
+    `mask_factor`.
     """
 
     eta: float
     dense: bool = False
-    mask_factor: int = 1  # used only if the scheme's `warmup_masks` is not 1
+    mask_factor: int = 1
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -3174,18 +3364,24 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Federation:
-    """Train a model with N clients and a server: Alg. 1 with the compression of Alg. 2, or Alg. 3
-    if the scheme has global momentum. Call `round` once per round.
+    """Train a model with N clients and a server. Call `round` once per round.
+
+    In a round, every client trains from the same parameters, which we call theta, and sends what
+    its training has changed. The server averages these differences, and theta is moved by the
+    average. This is the paper's Algorithm 1 (averaging after local steps) with the compression of
+    Algorithm 2. If the scheme has momentum, it is Algorithm 3 (global momentum) instead of
+    Algorithm 1.
 
     Arguments
 
-    - `model`: any module with float32 parameters. After every round its parameters hold theta. Its
+    - `model`: any module with float32 parameters. After every round its parameters are theta. Its
       modes (train or eval) and gradients are restored after every round. If you load other weights
       or running statistics into it between two rounds, training continues from these. If you change
-      which parameters are trained, the next round raises an error that names the parameter: make a
-      new Federation of the module. Anything else that a forward pass changes, such as a teacher
-      model or the vectors of spectral norm, is shared by the clients, which change it in turn. It
-      is not restored after a failed round either.
+      which parameters are trained, the next round raises a ValueError that names the parameter:
+      make a new Federation of the module. A forward pass may also change other state of the module,
+      such as a teacher model or the vectors of spectral norm. All clients share this state: each
+      continues from what the client before it has left. It is not averaged, and it is not restored
+      after a failed round.
     - `feed`: a list with one iterable of batches per client, or an object like `Feed`. The batches
       have to be on the model's device.
     - `scheme`: a `Scheme` or its name.
@@ -3201,11 +3397,10 @@ class Federation:
     - `server_optimizer`: a function from parameters to an optimizer, for the server's step. The
       optimizer sees minus the average update as the gradient.
     - `weights`: the clients' weights in the average (see `Server`), also in the average of running
-      statistics.
-      Without it, all are equal.
+      statistics. Without it, all are equal.
     - `link`: how messages travel (see `Link`).
     - `seed`: for rand-K's masks, for the random numbers that clients draw in torch, and for the
-      order of batches if `feed` is a list.
+      order of batches if `feed` is a list. Torch's own random state is restored after every round.
     - `trainer`: a function that is called with the arguments of `LocalTrainer` and returns one. A
       class derived from `LocalTrainer` can run the same local steps in another way.
 
@@ -3218,7 +3413,8 @@ class Federation:
 
     - `theta_D` (D,): the parameters. `round` and `state_dict` first read them from the module, and
       `load_state_dict` writes them into it, so writing to `theta_D` itself has no effect.
-    - `statistics_NS`: the running means and variances of the norms, one row per client.
+    - `statistics_NS` (N, S): one row per client with the running means and variances of all norms.
+      S is the number of entries of these.
     - `momentum_D` (D,): the server's momentum, or None if the scheme has no global momentum.
     - `compressor`: the `Compressor`. Its errors are in units of model differences or, with global
       momentum, of gradients.
@@ -3287,19 +3483,24 @@ class Federation:
     losses_N = property(lambda self: self.trainer.losses_N)
 
     def round(self, clients: Iterable[int] | None = None) -> Tensor:
-        """Do one round and return the update_D (D,) that the server sent. All clients take part, or
-        those that are given.
+        """Do one round and return the update (D,) that the server sent. All clients take part, or
+        those whose numbers are given.
 
-        A round can fail, for instance if a gradient is NaN, a feed ends or the user presses Ctrl-C.
-        Then no client's message counts: theta, momentum, running statistics and masks stay the
-        same, and errors keep the differences of the clients that had sent. `t` and the feed have
-        advanced, and so have the local optimizers of the clients that had trained. The exception
-        names the client and the round. If a client's difference was not finite, its local optimizer
-        is replaced by a new one.
+        The update is an average of model differences or, with global momentum, of gradients.
+
+        Raises ValueError, before the round begins, for clients, a learning rate or a changed module
+        that cannot be used. After that, a round can fail, for instance if a gradient is NaN
+        (NotFiniteError), a feed ends (ValueError) or the user presses Ctrl-C. The exception, which
+        may also be one that your loss has raised, is passed on. A note that is added to it names
+        the round and, unless the error's own text does so, the client. No client's message counts:
+        theta, momentum, running statistics and masks stay the same, and errors keep the differences
+        of the clients that had sent. `t` and the feed have advanced, and so have the local
+        optimizers of the clients that had trained. If a client's difference was not finite, its
+        local optimizer is replaced by a new one.
 
         After the exchange, theta is updated. An exception during this, for instance from Ctrl-C or
-        from a `server_optimizer`, cannot be undone in this way. Then every later call raises until
-        a state is loaded.
+        from a `server_optimizer`, cannot be undone in this way. Then `round`, `evaluated`,
+        `averaged_state_dict` and `state_dict` raise ValueError until a state is loaded.
         """
         chosen = self.compressor.check_clients(clients)
         self._check_usable("round")
@@ -3336,7 +3537,7 @@ class Federation:
         return update_D
 
     def schedule(self, t: int) -> Phase:
-        """Return round t's phase. Without a schedule, its learning rate is NaN.
+        """Return the `Phase` of round t. Without a schedule, its learning rate is NaN.
 
         Raises ValueError if the schedule gives anything but a finite learning rate >= 0, or a Phase
         with one.
@@ -3357,10 +3558,11 @@ class Federation:
         self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False,
         mask_factor: int = 1,
     ) -> Tensor:  # fmt: skip
-        """Let these clients train, send and receive in round t; return the update_D (D,).
+        """Let these clients train, send and receive in round t; return the update (D,).
 
-        This has to run inside `LocalTrainer.lend_module`. `t` and `eta` may be tensors, so that a
-        round can be captured as a CUDA graph. The other arguments are those of `Compressor.round`.
+        `round` calls this. It has to run inside `LocalTrainer.lend_module`. `t` and `eta` may be
+        tensors, so that a round can be captured as a CUDA graph. The other arguments are those of
+        `Compressor.round`.
         """
 
         def difference(n: int) -> Tensor:
@@ -3407,9 +3609,10 @@ class Federation:
 
         Use it as `with fed.evaluated() as model`.
 
-        Inside, the norms have the averaged statistics of the clients of that round, or
-        `statistics_S` (S,). Afterwards modes and statistics are restored. Inside, `round` and
-        `load_state_dict` raise ValueError.
+        Inside, norms use the running statistics that the module has between two rounds. These are
+        averages over the clients that were heard in the last round. To use others, give them as
+        `statistics_S` (S,), such as a row of `statistics_NS`. Afterwards modes and statistics are
+        restored. Inside, `round` and `load_state_dict` raise ValueError.
         """
         self._check_usable("evaluated", shown=True)
         modules = list(self.model.modules())
@@ -3543,7 +3746,8 @@ class Federation:
 
 
 class LocalTrainer:
-    """Compute each client's model difference from theta (Alg. 1, lines 3 to 6).
+    """Compute each client's model difference from theta (Alg. 1, lines 3 to 6). A `Federation`
+    makes one and calls its methods.
 
     Clients take turns on the module, which is used for training during a round and restored after
     it. All of them start from `theta_D` (D,). Each client has a row of the norms' running
@@ -3574,8 +3778,11 @@ class LocalTrainer:
         self.flat.read_(self.theta_views)
 
     def use(self, model: nn.Module) -> None:
-        """Train on this module from now on, and allocate memory for gradients. Call `make_views`
-        afterwards."""
+        """Train on this module from now on, and allocate memory for gradients.
+
+        The constructor calls this, and then `make_views`. Code that trains on a copy of the module
+        does the same with a copy of the trainer.
+        """
         self.model, self.flat = model, FlatView(model)
         moves = self.scheme.local_steps > 1 or self.local_optimizer is not None
         kind: Any = {"dtype": torch.float32, "device": self.flat.device}
@@ -3584,7 +3791,7 @@ class LocalTrainer:
 
     def make_views(self) -> None:
         """Make views of the flat vectors in the parameters' shapes, and of each client's
-        statistics."""
+        statistics. This is needed after `use`, and after any of these tensors was replaced."""
         self.theta_views: list[Tensor] = self.flat.views(self.theta_D)
         self.gradient_views = self.flat.views(self.gradient_D)
         self.local_views = self.flat.views(self.local_D) if len(self.local_D) else []
@@ -3653,8 +3860,13 @@ class LocalTrainer:
     def optimizer_of(
         self, n: int, made: dict[int, torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:  # fmt: skip
-        """Return client n's optimizer among those in `made`. If it has none yet, make one and add
-        it."""
+        """Return client n's optimizer. If it has none yet, make one with `local_optimizer`.
+
+        `made` is a dictionary from clients to the optimizers that exist so far; a new one is added
+        to it. `difference` gives the attribute `optimizers`. When a state is loaded, it is a copy
+        of this. Raises ValueError if `local_optimizer` returns anything but a new optimizer of the
+        module's parameters, or one with another learning rate than the schedule's first.
+        """
         if n not in made:
             found = cast(Any, self.local_optimizer)(self.flat.parameters)
             _check_made("local_optimizer", found, self.flat.parameters)
@@ -3734,11 +3946,14 @@ class LocalTrainer:
 
     @contextlib.contextmanager
     def lend_module(self) -> Iterator[None]:
-        """Put the module into training mode for a round, and restore it afterwards.
+        """Put the module into training mode for a round, and restore it afterwards. This is a
+        context manager; `Federation.round` does the round inside of it.
 
         After the round, the module gets its earlier modes and gradients back. Its running
-        statistics are set to `left_S`, those that it has between two rounds. If anything is raised,
-        theta is copied into the module and the clients' statistics are restored, too.
+        statistics are set to the attribute `left_S` (S,), those that it has between two rounds.
+        Before the end of a successful round, `Federation.round` sets `left_S` to the clients'
+        average. If anything is raised, theta is copied into the module and the clients' statistics
+        are restored, too. Torch's random state is restored in any case.
         """
         modules, buffers = list(self.model.modules()), self.flat.statistics_buffers()
         modes = list(map(_TRAINING, modules))
@@ -4026,8 +4241,10 @@ class Feed:
     again.
 
     At the beginning of every pass over a client's iterable, torch's random numbers are seeded from
-    (seed, client, pass), so that a loader shuffles in the same way again when a run is resumed. The
-    `generator` of the loader and those of its samplers are seeded, too. Before that, `set_epoch` is
+    (seed, client, pass), so that a loader shuffles in the same way again when a run is resumed.
+    Once the first batch is there, torch's global random state is restored. (But a loader with
+    persistent workers draws one number from it when its first pass begins.) The `generator` of the
+    loader and those of its samplers are seeded, too, and not restored. Before that, `set_epoch` is
     called with the number of the pass, counted from 0, on everything that has such a method: the
     iterable, its data set, its samplers, and the objects that these contain. (If several clients
     share a data set, each of them calls it.) Two kinds of random numbers are not repeated after a
@@ -4038,8 +4255,8 @@ class Feed:
     have `state_dict`, `check_state` and `load_state_dict`, for states of a `Federation`.
 
     Raises ValueError for anything but a list of iterables, for an iterator that two clients share,
-    and for more than `most_workers` workers in all. Persistent workers keep their own copies of the
-    data set. They are refused if `set_epoch` would have to be called on these.
+    and for loaders with more than 16 workers in all (`most_workers`). Persistent workers keep their
+    own copies of the data set. They are refused if `set_epoch` would have to be called on these.
     """
 
     # for all loaders together: each worker is a process that keeps files open during the training
@@ -4074,7 +4291,8 @@ class Feed:
         self._running: list[Iterator[Any] | None] = [None] * self.clients
 
     def batch(self, n: int, round: Any, tau: int) -> Any:
-        """Return the batch for client n's local step `tau` of a round, counted from 0.
+        """Return client n's next batch. It is meant for local step `tau` of round `round`; both are
+        counted from 0, and a `Feed` uses neither of them to choose the batch.
 
         Raises ValueError if the client's iterable gives no batch.
         """
@@ -4128,7 +4346,8 @@ class Feed:
 
     def check_state(self, state: Any) -> None:
         """Raise ValueError for the state of a feed with another number of clients, and if batches
-        have been taken from an iterator, which cannot go back."""
+        have been taken from an iterator, which cannot go back. `load_state_dict` calls this first,
+        and a `Federation` calls it before it loads anything."""
         check_state_version("state: feed", state)
         check_same_state("state: feed", state, self.state_dict())
         for count in (*state["passes"], *state["given"]):
@@ -4324,10 +4543,12 @@ class BasicBlock(nn.Module):
 
 
 def build_model(name: str, width: int, classes: int = 10) -> nn.Module:
-    """Return a convolutional net for images (B, 3, h, w), with the stages in `STAGES`.
+    """Return a convolutional net for images (B, 3, h, w), with logits (B, classes) as its output.
 
-    Its first stage has `width` channels. Each later stage has twice the channels, and half the
-    height and width, of the one before. Raises ValueError for a name that is not in `STAGES`.
+    `name` is "resnet18" (4 stages of 2 residual blocks), "resnet8" (3 stages of 1 block) or "conv3"
+    (3 stages of 1 convolution without shortcut). The first stage has `width` channels. Each later
+    stage has twice the channels, and half the height and width, of the one before. Raises
+    ValueError for another name.
     """
     if name not in STAGES:
         raise ValueError(f"model: got {shorten(name)}, allowed: {', '.join(STAGES)}")
@@ -4362,18 +4583,23 @@ def tcs_hook(
 
     1. The first `start_iter` steps are DDP's plain all-reduce. The last of them gives the first
        shared mask.
-    2. After that, each rank does lines 9 to 12 of Alg. 2 for the bucket's gradient: it adds its
-       errors, and chooses its own mask outside the shared one. The chosen values, divided by the
-       number of ranks and rounded to the gradients' type, are this rank's shares of the average.
-    3. Shares on the shared mask are summed by an all_reduce, in the gradients' type.
-    4. Shares on the ranks' own masks are exchanged by an all_gather. Each takes 8 bytes: a position
-       and a float32 value.
+    2. After that, each rank does lines 9 to 12 of the paper's Algorithm 2 for the bucket's
+       gradient: it adds its errors, and chooses its own mask outside the shared one. It divides the
+       values on both masks by the number of ranks and rounds them to the gradients' type. These are
+       its contributions to the average.
+    3. Contributions on the shared mask are summed by an all_reduce, in the gradients' type.
+    4. Contributions on the ranks' own masks are exchanged by an all_gather. Each takes 8 bytes: a
+       position and a float32 value.
     5. All ranks put the same average into the bucket, and S_top of it is the next shared mask. Line
-       13: from its errors, this rank subtracts what its shares contributed to the average.
+       13: from its errors, this rank subtracts what it contributed to the average.
 
-    `TCSState` has an example, and an option with which accumulated momentum takes the gradient's
-    place. Raises ValueError for sparse or complex gradients, for parameters of a second model, and
-    if the caller is not DDP. If the ranks' states differ at the start, all ranks raise it.
+    Register it with `model.register_comm_hook(state, tcs_hook)`; `TCSState` has an example, and an
+    option `momentum`. DDP then calls the hook for each `bucket` of gradients. Returns a future of
+    the bucket's averaged gradient, a flat tensor with the length and type of `bucket.buffer()`.
+
+    Raises ValueError for sparse or complex gradients, for parameters of a second model, and if the
+    caller is not DDP. (`others` takes the further arguments with which FSDP calls its hooks, so
+    that the error can say so.) If the ranks' states differ at the start, all ranks raise it.
     """
     _check_caller(state, bucket, others)
     gives_mask = state.iter + 1 >= state.start_iter  # before `begin`, which may count the step
@@ -4391,7 +4617,7 @@ def tcs_hook(
     shares_K = _shares(message.values, ranks, buffer.dtype)
     shared_K, own_K = shares_K.split([len(known.shared_K), len(message.positions)])
 
-    # 3. Flags are sent with the shares: which parameters have a gradient, and whether this rank's
+    # 3. Flags are sent with the contributions: which parameters have a gradient, and whether this rank's
     # gradient is not finite, which makes the step void.
     flags = torch.cat([used_L, ~is_finite.view(1)]).to(buffer.dtype)
     summed = torch.cat([shared_K, flags])
@@ -4441,8 +4667,9 @@ class TCSState:
        mask that all ranks share, and on each rank's own mask. None means that there is no such
        mask; without phi_global, the method is top-K. The defaults were better than the paper's
        shares, which are `PAPER_SHARES`, in our trainings with two ranks (notebook 12).
-    2. The first `start_iter` (at least 1) steps are a plain all-reduce. A tenth of all steps is a
-       good choice. If the learning rate has a warm-up, let it end within these steps.
+    2. The first `start_iter` (at least 1) steps are a plain all-reduce. In the trainings whose
+       losses the README reports, these were 100 of 5,100 steps, in which the learning rate had its
+       warm-up. We have not searched for the best number.
     3. `error_accumulation` adds what was not sent to the next gradient. Leave it on.
     4. `model` is the DistributedDataParallel module. With it, the process group is the model's, and
        errors and masks are stored by parameter name. A state can then be loaded even if parameters
@@ -4456,10 +4683,9 @@ class TCSState:
        default, 0, changes nothing.) Each rank then adds its gradient to `momentum` times what it
        has accumulated so far. This sum takes the gradient's place in all steps. What a rank has
        sent is set to 0 in its accumulated momentum; otherwise it would push the parameter on in an
-       outdated direction. (So if all entries are sent, there is no momentum after the dense steps.)
-       This is momentum correction and momentum factor masking of Deep Gradient Compression (Lin et
-       al., 2018). It costs one float32 copy of the gradients. It is not for Adam or AdamW, which
-       would average over the steps a second time, with beta_1.
+       outdated direction. This is momentum correction and momentum factor masking of Deep Gradient
+       Compression (Lin et al., 2018). It costs one float32 copy of the gradients. It is not for
+       Adam or AdamW, which would average over the steps a second time, with beta_1.
 
     Each backward pass is a step. What it does not send stays in the errors and is sent in later
     steps, even if you discard the gradients. Therefore run a pass whose gradients no optimizer will
@@ -4475,16 +4701,26 @@ class TCSState:
     If `bucket_cap_mb` is large enough for the whole model, there is one bucket, and the selection
     is that of Alg. 2.
 
-    `iter` counts steps. `bytes_sent` is what this rank has passed to collectives, in bytes: "dense"
-    and "shared" to all_reduce, "explored" to all_gather. The few bytes with which the ranks compare
-    their states in the first step are not counted. On a GPU the host waits for values in two steps,
-    and rarely in others. In the first step, the ranks compare their states. In the last dense step,
-    the host reads of each bucket whether the average is finite, and whether it is 0 everywhere.
+    Attributes
+
+    - `iter`: the number of steps so far.
+    - `bytes_sent`: the bytes that this rank has passed to collectives in all steps. "dense" and
+      "shared" went to all_reduce, "explored" to all_gather. In a sparse step, "shared" also has a
+      number for each parameter, which says whether this rank has used it, and one for each bucket,
+      which says whether its gradient is finite. (In the example above, a sparse step sends 101
+      values on the shared mask and 3 such numbers: 4 x 104 = 416 bytes.) The few bytes with which
+      the ranks compare their states in the first step are not counted.
+    - `group`: the process group. `start_iter`, `momentum` and `can_undo` are the settings, and
+      `scheme` has the fractions.
+
+    Errors and momentum are float32, on the device of the gradients. On a GPU, the host waits for
+    results in the first step and in the last dense one, and rarely in others.
 
     Each rank saves its own `state_dict` between two steps, and loads it into a new state with the
     same settings. All errors, that is, everything that was not sent yet, are kept in this way. If
     the state was saved by another rank, or with another number of ranks, its masks and counters can
-    be loaded, but not its errors: see `load_state_dict`.
+    be loaded, but not its errors: see `load_state_dict`. The object itself cannot be copied or
+    pickled, which raises TypeError, because a process group cannot be.
 
     A resumed run can differ slightly from one without a stop. DDP rebuilds its buckets after its
     first step, so the first step after loading may choose masks within other buckets, or meet the
@@ -4506,7 +4742,7 @@ class TCSState:
 
     Raises ValueError for a fraction, a start_iter or a momentum that is not allowed, for a group
     that this rank is not in, or for a model that is not a DistributedDataParallel or has another
-    process group. A state cannot be copied or pickled.
+    process group.
     """
 
     def __init__(
@@ -4566,11 +4802,12 @@ class TCSState:
         return dist.group.WORLD if self.process_group is None else self.process_group
 
     def begin(self, bucket: dist.GradBucket) -> BucketClient:
-        """Begin a bucket's next round and return the bucket's client, which does Alg. 2 on this
-        rank.
+        """Begin a step for one bucket. `tcs_hook` calls this; you need not.
 
-        With the last bucket of a backward pass, `iter` advances. Raises ValueError for gradients or
-        parameters that are not allowed.
+        The hook does for each bucket what a client of Algorithm 2 does: a step is a round, and the
+        gradient is the difference. Returns the object that does this on this rank, a kind of
+        `Client`. With the last bucket of a backward pass, `iter` advances. Raises ValueError for
+        gradients or parameters that are not allowed.
         """
         buffer, last = bucket.buffer(), bucket.is_last()
         if buffer.is_sparse:
@@ -4646,12 +4883,21 @@ class TCSState:
             client.go_back(self.iter)
 
     def all_reduce(self, tensor: Tensor, kind: str) -> torch.futures.Future[list[Tensor]]:
-        """Start an all_reduce of a tensor and count its bytes as `kind`."""
+        """Start an all_reduce of a tensor, which sums it in place, and return its future.
+
+        `tcs_hook` calls this. The bytes are counted in `bytes_sent[kind]`. The future's value is a
+        list with the tensor.
+        """
         self.bytes_sent[kind] += tensor.nbytes
         return dist.all_reduce(tensor, group=self.group, async_op=True).get_future()
 
     def all_gather(self, tensors: list[Tensor], tensor: Tensor) -> list[torch.futures.Future]:
-        """Start an all_gather of a tensor and count its bytes. For an empty tensor, do nothing."""
+        """Start an all_gather of a tensor into `tensors`, one per rank. Return a list with its
+        future.
+
+        `tcs_hook` calls this. The bytes are counted in `bytes_sent["explored"]`. For an empty
+        tensor, nothing is done, and the list is empty.
+        """
         if not len(tensor):
             return []
         self.bytes_sent["explored"] += tensor.nbytes
@@ -4769,7 +5015,8 @@ class TCSState:
         }  # fmt: skip
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError for a state that cannot be loaded here.
+        """Raise ValueError for a state that cannot be loaded here. `load_state_dict` calls this
+        first.
 
         This is a state with other settings, an incomplete one, or one of other parameters, as far
         as the parameters are known yet.
