@@ -146,8 +146,8 @@ class Scheme:
     `Scheme.named("TCS-L4-Q5")`, or from its fields.
 
     The *shared mask* consists of the positions that the server and all clients know. A client's
-    *own mask* consists of further positions that this client sends. A fraction (phi) is a number
-    from 1e-12 to 1 and refers to all D entries, or None.
+    *own mask* consists of further positions at which this client sends values. Each phi is a
+    fraction of all D entries, or of the entries of a layer, from 1e-12 to 1, or None.
 
     Which entries are sent
 
@@ -169,7 +169,7 @@ class Scheme:
     - `warmup_masks`: a whole number from 1 to 1000. If it is 1, masks always have their usual size.
       With any other number, they are larger by a factor in those rounds for which the schedule of a
       `Federation` gives one (`Phase.mask_factor`). The schedules of tcs_lab give this number as the
-      factor during a warm-up.
+      factor of the first rounds (the warm-up).
 
     How they are sent
 
@@ -1200,8 +1200,8 @@ class ClientError(ValueError):
     """A ValueError about what a client or the server sends: base class of `NotFiniteError` and
     `MessageError`.
 
-    `client` is the client's number, or SERVER for the server. `round` is the number of the round
-    that failed. It is None unless a `Compressor` or a `Federation` ran the round.
+    `client` is the client's number, or SERVER for the server. `round` is the number of the round,
+    if a round of a `Compressor` or a `Federation` failed with this error. Otherwise it is None.
     """
 
     round: int | None = None  # set by `happened_in`
@@ -1769,9 +1769,9 @@ class MaskRule:
         """Set the sizes of all masks for the round that begins now. An override has to call
         `super().begin(theta_D, mask_factor)`.
 
-        `theta_D` (D,) are the model's parameters, for a rule that looks at them. It is None where
-        there is no model, as in `Compressor.step`. Raises ValueError for a `mask_factor` that is
-        not a whole number from 1 to 1000, if it is used.
+        `theta_D` (D,) contains the model's parameters, for a rule that looks at them. It is None
+        where there is no model, as in `Compressor.step`. Raises ValueError for a `mask_factor` that
+        is not a whole number from 1 to 1000, if it is used.
         """
         factor = mask_factor if self.scheme.warmup_masks != 1 else 1
         if factor != self.mask_factor:
@@ -1920,7 +1920,8 @@ class RandK(MaskRule):
 
 @register_scheme("TCS")
 class TCS(MaskRule):
-    """Time-correlated sparsification (Alg. 2): the shared mask is S_top of the last update."""
+    """Time-correlated sparsification (the paper's Algorithm 2): the shared mask is S_top of the
+    last update. Its `positions` (int64, ascending) are None before the first update."""
 
     keeps: tuple[str, ...] = ("positions", "magnitudes_K")
     positions: Tensor | None = None  # of the shared mask; None before the first update
@@ -1951,7 +1952,7 @@ class TCS(MaskRule):
 
         If all entries of the update are zero, the mask stays as it is; if there is none yet, there
         is still none. On a GPU, an existing mask stays only if it has the size of the new one.
-        Otherwise S_top of the zeros is chosen, because the host would have to wait to know better.
+        Otherwise S_top of the zeros is chosen, since the host would have to wait to see the zeros.
         """
         if not self.k_global:
             return
@@ -2092,9 +2093,10 @@ class Known:
 
         The round is also dense if the scheme sends every entry in 32 bits in every round, as FedAvg
         does (its property `always_dense` says so), or if the rule has no mask yet and the scheme's
-        `dense_warmup` is True. `theta_D` (D,) are the model's parameters, for a rule that looks at
-        them. All masks of this round are `mask_factor` times as large as usual, if the scheme's
-        `warmup_masks` is not 1 (see `Phase`). Raises ValueError unless the last round is closed.
+        `dense_warmup` is True. `theta_D` (D,) contains the model's parameters, for a rule that
+        looks at them. All masks of this round are `mask_factor` times as large as usual, if the
+        scheme's `warmup_masks` is not 1 (see `Phase`). Raises ValueError unless the last round is
+        closed.
         """
         if self.status != CLOSED:
             what = f"round {self.round} is {self.status}"
@@ -2132,13 +2134,13 @@ class Known:
         self.status = CLOSED
 
     def lose(self, round: int | None = None) -> None:
-        """Close a round whose average is not used: the mask stays the same, and the next round has
-        the next number.
+        """Close a round whose average is not used. The mask is left as it is, and the next round
+        has the next number.
 
         Without `round`, this is the open round or, if none is open, the next one, whose number is
         then skipped. Give its number as `round` if you do not know whether `observe` has closed it
-        already, as after an interrupt. The next round gets the number `round` + 1 in any case, so
-        this also lets a participant continue with another round than its own next one. This call is
+        already, as after an interrupt. (What `observe` has done to the mask is not undone.) The
+        next round gets the number `round` + 1 even if it would have had another one. This call is
         never refused.
         """
         self.round = (self.round if round is None else round) + 1
@@ -2897,9 +2899,10 @@ class Link:
     or the server's cannot, MessageError is raised all the same.
 
     A derived class may replace two methods. `to_server(known, n, message)` returns a pair, client
-    n's message as it arrives and the length of its code in bits. To leave out a message, for
-    whatever reason, return (None, 0). `to_clients(server)` calls `server.finish()`, and returns a
-    pair, the update (D,) that the clients receive and the length of the server's message in bits.
+    n's message as it arrives and its length in bits. To leave out a message, for whatever reason,
+    return (None, 0). `to_clients(server)` calls `server.finish()`, and returns a pair, the update
+    (D,) that the clients receive and the length of the server's message in bits. Both lengths are
+    those of `message_bits`, without header and checksum.
     """
 
     channel: Callable[[int, bytes], bytes] | None = None
@@ -2913,7 +2916,8 @@ class Link:
         self.channel, self.on_bad = channel, on_bad
 
     def to_server(self, known: Known, n: int, message: Message) -> tuple[Message | None, int]:
-        """Return client n's message as the server receives it, and the length of its code in bits.
+        """Return client n's message as the server receives it, and its length in bits, without
+        header and checksum.
 
         With `on_bad` "skip", returns (None, 0) for a message that cannot be decoded. Otherwise
         raises MessageError for it.
@@ -2999,7 +3003,7 @@ class Traffic(NamedTuple):
         lengths_up: list[int], bits_down: int, heard: tuple[int, ...], refused: Iterable[int]
     ) -> Traffic:
         """Return the traffic of a round, given the lengths of the messages in `heard` and of the
-        server's message, in bits of code."""
+        server's message, in bits and without header and checksum."""
         average_up = -(-sum(lengths_up) // len(heard))
         bytes_up = sum(map(bytes_of, lengths_up))
         sizes = average_up, bits_down, bytes_up, bytes_of(bits_down)
@@ -3486,7 +3490,7 @@ class Federation:
         """Do one round and return the update (D,) that the server sent. All clients take part, or
         those whose numbers are given.
 
-        The update is an average of model differences or, with global momentum, of gradients.
+        The update is in units of model differences or, with global momentum, of gradients.
 
         Raises ValueError, before the round begins, for clients, a learning rate or a changed module
         that cannot be used. After that, a round can fail, for instance if a gradient is NaN
@@ -3746,8 +3750,8 @@ class Federation:
 
 
 class LocalTrainer:
-    """Compute each client's model difference from theta (Alg. 1, lines 3 to 6). A `Federation`
-    makes one and calls its methods.
+    """Compute each client's model difference from theta (the paper's Algorithm 1, lines 3 to 6). A
+    `Federation` makes one and calls its methods.
 
     Clients take turns on the module, which is used for training during a round and restored after
     it. All of them start from `theta_D` (D,). Each client has a row of the norms' running
@@ -4242,14 +4246,13 @@ class Feed:
 
     At the beginning of every pass over a client's iterable, torch's random numbers are seeded from
     (seed, client, pass), so that a loader shuffles in the same way again when a run is resumed.
-    Once the first batch is there, torch's global random state is restored. (But a loader with
-    persistent workers draws one number from it when its first pass begins.) The `generator` of the
-    loader and those of its samplers are seeded, too, and not restored. Before that, `set_epoch` is
-    called with the number of the pass, counted from 0, on everything that has such a method: the
-    iterable, its data set, its samplers, and the objects that these contain. (If several clients
-    share a data set, each of them calls it.) Two kinds of random numbers are not repeated after a
-    resume: those that are drawn later in a pass, such as for a shuffle buffer, and those that are
-    drawn by numpy.
+    Once the pass has begun, torch's global random state is restored. (But a loader with persistent
+    workers draws one number from it when its first pass begins.) The `generator` of the loader and
+    those of its samplers are seeded, too, and not restored. Before that, `set_epoch` is called with
+    the number of the pass, counted from 0, on everything that has such a method: the iterable, its
+    data set, its samplers, and the objects that these contain. (If several clients share a data
+    set, each of them calls it.) Two kinds of random numbers are not repeated after a resume: those
+    that are drawn later in a pass, such as for a shuffle buffer, and those that are drawn by numpy.
 
     Your own feed class needs `clients`, the number of clients, and `batch(n, round, tau)`. It may
     have `state_dict`, `check_state` and `load_state_dict`, for states of a `Federation`.
@@ -4617,8 +4620,8 @@ def tcs_hook(
     shares_K = _shares(message.values, ranks, buffer.dtype)
     shared_K, own_K = shares_K.split([len(known.shared_K), len(message.positions)])
 
-    # 3. Flags are sent with the contributions: which parameters have a gradient, and whether this rank's
-    # gradient is not finite, which makes the step void.
+    # 3. Flags are sent with the contributions: which parameters have a gradient, and whether this
+    # rank's gradient is not finite, which makes the step void.
     flags = torch.cat([used_L, ~is_finite.view(1)]).to(buffer.dtype)
     summed = torch.cat([shared_K, flags])
     # 4. The ranks' own masks all have the same size.
@@ -4699,7 +4702,7 @@ class TCSState:
 
     Masks are chosen per bucket, so that buckets are sent while the backward pass is still running.
     If `bucket_cap_mb` is large enough for the whole model, there is one bucket, and the selection
-    is that of Alg. 2.
+    is that of the paper's Algorithm 2.
 
     Attributes
 
