@@ -11,15 +11,15 @@
 #
 # After this notebook you will be able to
 #
-# - write a client of TCS,
+# - write a client of TCS (time-correlated sparsification),
 # - say where the shared mask comes from.
 #
-# **What the paper claims (Sec. II-A, Alg. 2).** The paper assumes that the positions of the largest entries of an update change little from
-# one round to the next. Therefore the last update, which the server and all clients know, can tell them which entries to send next, and the
-# positions of these entries need not be sent. Each client also searches for new positions, with a small mask of its own. After the dense
-# rounds at the start, the server's message never holds more than $K_{global} + N K_{local}$ entries, where $N$ is the number of clients,
-# $K_{global}$ is the size of the shared mask, and $K_{local}$ is the size of a client's own mask. In the paper's training (Sec. III-B) this
-# is 2 % of all entries.
+# **What the paper claims (Sec. II-A, Alg. 2).** The [paper](https://arxiv.org/abs/2101.08837) assumes that the positions of the largest
+# entries of an update change little from one round to the next. Therefore the last update, which the server and all clients know, can tell
+# them which entries to send next, and the positions of these entries need not be sent. Each client also searches for new positions, with a
+# small mask of its own. After the dense rounds at the start, the server's message never holds more than $K_{global} + N K_{local}$ entries,
+# where $N$ is the number of clients, $K_{global}$ is the size of the shared mask, and $K_{local}$ is the size of a client's own mask. In
+# the paper's training (Sec. III-B) this is 2 % of all entries.
 #
 # *Run time*: about a minute on two cores of a Xeon. *Read before*: [01_fedavg](01_fedavg.ipynb) and
 # [02_sparsification](02_sparsification.ipynb).
@@ -89,7 +89,7 @@ print(f"The network has D = {dimension:,} parameters. K_global = {k_global}, K_l
       f"there are N = {clients} clients.\nAn epoch has {probe.rounds_per_epoch} rounds. "
       f"Number of dense epochs at the start (warm-up): {warmup_epochs} of {epochs}.")  # fmt: skip
 ticket = dataclasses.replace(config, epochs=ticket_epochs, warmup_epochs=0)
-print(lab.forecast_trainings([config] * 6 + [ticket] * 4 * ticket_seeds))
+print(f"Data: {data.label}.")
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -136,11 +136,11 @@ stay = {name: survivors(run["mask"][start - 1 :]) for name, run in pair.items()}
 rest = (
     "TCS still learns: it" if runs["TCS"]["accuracy"] < dense["accuracy"] else "All the same, TCS"
 )
-answer = f"""**In short.** Entries that become large {"seldom" if max(two, dense_two) < 0.25 else "often"} stay large for long. Of the entries that enter TCS's shared mask, {one:.0%} are still in
-it one round later and {two:.0%} two rounds later. (In dense training, of the entries that enter the set of the K_global largest, {dense_one:.0%}
-are still there one round later and {dense_two:.0%} two rounds later.) {rest} reaches
-{runs["TCS"]["accuracy"]:.0%} test accuracy. Dense training, which sends every entry, reaches {dense["accuracy"]:.0%}. These numbers come
-from one training of each, with {len(dense["mask"])} rounds."""
+answer = f"""**In short.** Entries that become large {"seldom" if max(two, dense_two) < 0.25 else "often"} stay large for long. When an entry has newly entered TCS's shared
+mask, it is also in the mask of the next round in {one:.0%} of the cases. In {two:.0%} of the cases it stays for two further rounds without a
+break. (In dense training, of the entries that enter the set of the K_global largest, these numbers are {dense_one:.0%} and {dense_two:.0%}. There, entries that
+have left come back more often.) {rest} reaches {runs["TCS"]["accuracy"]:.0%} test accuracy. Dense training, which sends every entry, reaches
+{dense["accuracy"]:.0%}. These numbers come from one training of each, with {len(dense["mask"])} rounds."""
 display(Markdown(answer))
 window = dense["mask"][-40:].shape[0]
 figure, panels = plt.subplots(1, 2, figsize=(7.6, 3.9), sharey=True)
@@ -153,23 +153,22 @@ panels[0].set_ylabel(f"{len(rows)} of the positions in these masks")
 lab.show_figures()
 
 # %% [markdown]
-# The picture shows the last rounds of the training, and a random sample of the positions that are in the mask in at least one of these
-# rounds. Each row is one position, that is, one of the $D$ entries of the update, and each column is one round. A cell is dark if, in that
-# round, the entry is in the mask of the $K = K_{global}$ largest entries. A section below looks for the reason why entries leave the mask
-# of TCS so soon.
+# The left panel shows the last rounds of the training with TCS, and the right panel those of the dense training. Each row is one position,
+# that is, one of the $D$ entries of the update, and each column is one round. The rows are a random sample of the positions that are in the
+# mask in at least one of these rounds. A cell is dark if, in that round, the entry is in the mask of the $K = K_{global}$ largest entries.
+# A section below looks for the reason why hardly any entry of TCS is still in the mask, or back in it, after two rounds.
 #
 # ## One round in a picture
 #
-# TCS uses two masks, and each has its own purpose. The shared mask $m_{global}$ **exploits** what is known: it contains the
-# positions that were important in the last update. Everybody has received that update, so the values at these positions are sent
-# without the positions. The client's own mask $m_{local}$ **explores**: it contains the client's largest entries *outside*
-# $m_{global}$. Their positions must be sent too, so this mask is small.
+# TCS uses two masks, and each has its own purpose. The shared mask $m_{global}$ **exploits** what is known: it contains the positions that
+# were important in the last update. Everybody has received that update, so the values at these positions are sent without the positions.
+# The client's own mask $m_{local}$ **explores**: it contains the client's largest entries *outside* $m_{global}$. Their positions must be
+# sent too, so this mask is small.
 #
-# The picture shows one round with two clients and 32 parameters. The updates are random numbers, and the core computes what is
-# sent, what is kept and what the next shared mask is. Bars are absolute values. Look for a position that is not in the shared mask
-# although both clients have a large entry there: both of them find it on their own, and it enters the next shared mask. And look
-# for positions in the shared mask at which both clients have only small entries by now: these are sent all the same, and they leave
-# the mask afterwards.
+# The picture shows one round with two clients and 32 parameters. The updates are random numbers. The core, `tcs_core.py`, computes what is
+# sent, what is kept and what the next shared mask is. Bars are absolute values. Look for a position that is not in the shared mask although
+# both clients have a large entry there: both of them find it on their own, and it enters the next shared mask. And look for positions in
+# the shared mask at which both clients have only small entries by now: these are sent all the same, and they leave the mask afterwards.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 draw_round()
@@ -189,10 +188,10 @@ BOX = {
     5: r"$m_{global} = S_{top}(\Delta\theta_{t-1},\, K_{global})$",
     6: r"$\theta \leftarrow \theta + \Delta\theta_{t-1}$",
     7: r"$H$ local steps give the difference $\Delta\theta_n$",
-    9: r"intended: $\bar\Delta\theta_n = \Delta\theta_n + e_n$",
+    9: r"what it would send if nothing were left out: $\bar\Delta\theta_n = \Delta\theta_n + e_n$",
     10: r"$m_{local} = S_{top}(\bar\Delta\theta_n \otimes (1 - m_{global}),\, K_{local})$",
     11: r"$\tilde\Delta\theta_n = (m_{local} + m_{global}) \otimes \bar\Delta\theta_n$",
-    12: r"send it; quantize it if a value has $q < 32$ bits",
+    12: r"send it (rounded if a value has fewer than 32 bits, which is not so on this page)",
     13: r"what remains: $e_n = \bar\Delta\theta_n - \tilde\Delta\theta_n$",
     15: r"$\Delta\theta_t = \frac{1}{N}\sum_n \tilde\Delta\theta_n$",
     16: r"send $\Delta\theta_t$ to all clients",
@@ -212,11 +211,14 @@ display(Markdown(lab.markdown(lines)))
 
 # %% [markdown]
 # Below are the methods that contain most of these statements; what they call is in `tcs_core.py`. They also check their input, handle dense
-# rounds, and avoid waiting for a GPU, so they are longer than the algorithm. You can ignore `fair`, `mask_factor` and `among_K`. They
-# belong to options that this page does not use. `in_flight` is the message that has been sent but has not yet arrived.
+# rounds, and avoid waiting for a GPU, so they are longer than the algorithm. You can ignore `fair`, `mask_factor`, `among_K`, `weights`,
+# `quantizer`, `received` and `downlink`. They belong to options that this page does not use.
 #
-# When you read the code, it helps to know that the core does not store a mask as a vector of zeros and ones. It stores the *positions* that
-# the mask contains, so $m_{local}$ is a list `own_K`, and `positions_K` has the positions of both masks.
+# When you read the code, it helps to know the following. A name that ends in `_D` is a vector with $D$ entries, and one that ends in `_K`
+# has one entry for each chosen position. The core does not store a mask as a vector of zeros and ones, but the *positions* that it
+# contains. So $m_{local}$ is the tensor `own_K`, and `positions_K` has the positions of both masks. The object `known` holds what the
+# server and all clients know, such as the shared mask. *Intended* is the sum of line 9. `in_flight` is the message that has been sent but
+# has not yet arrived.
 #
 # We begin with the shared mask. `TCS.observe` is called at the end of a round, with the update. It computes line 5 of the next round.
 
@@ -244,9 +246,9 @@ lab.show_code(tcs.Server.average, tcs.Server.reply)
 # ## Ten numbers, two clients
 #
 # We now run the same code on ten parameters, with $K_{global} = 2$ and $K_{local} = 1$. In the output, `G` marks a position in the shared
-# (global) mask, `L` the position in the client's own (local) mask, and a dot an entry that is not sent. At first, positions 1 and 4 have
-# the largest entries. From round 3 on, client 0 has an even larger difference, at position 7. (In this example the server and both clients
-# share one object, `known`, which holds what all of them know.)
+# (global) mask, `L` the position in the client's own (local) mask, and a dot an entry that is not sent. The first round is dense and is not
+# shown. In it, positions 1 and 4 have the largest entries, so they are the first shared mask. From round 3 on, client 0 has an even larger
+# difference, at position 7.
 
 # %%
 before = torch.zeros(2, 10)
@@ -292,13 +294,13 @@ for number in range(2, 11):
     assert torch.allclose(meant_D, update_D + waiting_D)
 
 # %% [markdown]
-# In round 3, client 0 finds position 7 with its own mask. From the next round on position 7 is in the shared mask, where its position need
-# not be sent, and position 4 has left that mask. From then on, each client's own mask chooses the entry outside the shared mask where the
-# difference plus the accumulated error is largest. Most of the time this is position 4. In rounds 7 and 10 it is another one, where small
-# differences have added up over the rounds. In round 7, nothing is sent at position 4, so in round 8 each client sends two differences at
-# once there. Their sum is larger than the entry at position 1. Therefore, in round 9, position 4 is in the shared mask instead of position
-# 1, and in round 10, position 1 is back. The `assert` checks that nothing is lost: what the clients intended to send equals what was sent
-# plus the accumulated errors.
+# In round 3, client 0 finds position 7 with its own mask. From round 4 on, position 7 is in the shared mask, so only its value is sent.
+# Position 4 has left the shared mask. In every round, each client's own mask chooses the entry outside the shared mask where the difference
+# plus the accumulated error is largest. In rounds 4 to 6 this is position 4. In round 7 it is position 6, where small differences have
+# added up. So nothing is sent at position 4 in round 7, and in round 8 each client sends the differences of two rounds there at once.
+# Together they are larger than the single difference at position 1. Therefore position 4 replaces position 1 in the shared mask of round 9,
+# and position 1 is back in round 10. The `assert` checks that nothing is lost: what the clients intended to send equals what was sent plus
+# the accumulated errors.
 #
 # ## Without a local mask nothing ever moves
 #
@@ -308,8 +310,8 @@ for number in range(2, 11):
 # $$\operatorname{supp}(\Delta\theta_t) \subseteq m_{global}
 # \;\Rightarrow\; S_{top}(\Delta\theta_t, K_{global}) = m_{global}$$
 #
-# (This holds unless an entry in the mask is exactly 0.) A new position can enter the mask only if some client sends its value
-# although it was not in the mask.
+# (This holds unless an entry in the mask is exactly 0.) A new position can enter the mask only if some client sends its value although it
+# was not in the mask.
 
 # %% tags=["nbval-check-output"]
 frozen = tcs.Compressor(dataclasses.replace(toy, phi_local=None), [10], clients=2)
@@ -326,11 +328,10 @@ for number in range(2, 7):
 #
 # ## Do important positions change slowly?
 #
-# **What do you expect?** Of the largest entries in a round, is more than half among the largest entries of the next round, or
-# less?
+# **What do you expect?** Of the largest entries in a round, is more than half among the largest entries of the next round, or less?
 #
-# We return to the network of the first picture and look at its training without compression (FedAvg). The overlap of two masks is the
-# fraction of positions that they have in common. For two random masks it would be $K/D$.
+# We return to the dense training (FedAvg) of the first picture. The overlap of two masks is the fraction of positions that they have in
+# common. For two random masks it would be $K/D$.
 #
 # $$\text{overlap}(t, t+1) = \frac{|m_t \cap m_{t+1}|}{K}$$
 #
@@ -375,15 +376,16 @@ axes.legend(frameon=False, ncols=3, loc="upper center")
 lab.show_figures()
 
 # %% [markdown]
-# The correlation in time is the distance between the measured line and the line *chance within layers*. Most of the overlap is there
-# only because the large entries are in the same *layers* in every round ([notebook 04](04_layerwise_fairness.ipynb)). A smaller part of
-# it is there because the same *entries* of these layers are large.
+# That the same entries are large in consecutive rounds is the *correlation in time* that gave TCS its name. It is the distance between the
+# measured line and the line *chance within layers*. Most of the overlap is there only because the large entries are in the same *layers* in
+# every round ([notebook 04](04_layerwise_fairness.ipynb)). A smaller part of it is there because the same *entries* of these layers are
+# large.
 #
 # ## What the local mask finds, round by round
 #
-# Now we turn to TCS. If an entry of the update is not zero although it was not in that round's shared mask, some client has explored
-# it. Explored entries that are among the $K_{global}$ largest enter the next shared mask, and equally many entries leave it. The
-# fraction of the mask that is new in a round is called its *turnover*.
+# Now we turn to TCS. If an entry of the update is not zero although it was not in that round's shared mask, some client has explored it.
+# Explored entries that are among the $K_{global}$ largest enter the next shared mask, and equally many entries leave it. The fraction of
+# the mask that is new in a round is called its *turnover*.
 
 
 # %%
@@ -402,8 +404,8 @@ print(f"Together, the {clients} clients explore {explored_T.float().mean():.0f} 
 #
 # ## What the server sends back
 #
-# With top-K every client chooses its own positions, so the average can have up to $N K$ non-zero entries. With TCS, every round after the
-# dense ones satisfies
+# With top-K every client chooses its own positions (here $K = K_{global}$ of them), so the average can have up to $N K$ non-zero entries.
+# With TCS, every round after the dense ones satisfies
 #
 # $$|\operatorname{supp}(\Delta\theta_t)| \le K_{global} + N K_{local}$$
 
@@ -415,8 +417,7 @@ largest = {k: int(run["support"][start:].sum(1).max()) for k, run in runs.items(
 for name, share in shares.items():
     print(f"The server's message of {name} has {share.mean():.1%} of all entries on average, and at most "
           f"{largest[name] / dimension:.1%}.")  # fmt: skip
-print(f"For TCS the bound is {bound} entries, or {bound / dimension:.1%} of all. (In the paper, with 10 clients, "
-      "it is 2 %.)")  # fmt: skip
+print(f"For TCS the bound is {bound} entries, or {bound / dimension:.1%} of all.")  # fmt: skip
 
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
 rounds = range(start + 1, len(dense["mask"]) + 1)
@@ -436,7 +437,7 @@ lab.show_figures()
 # with larger masks of the clients' own.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-larger = f"TCS, φ_local {large_local_share:g}"
+larger = f"TCS, K_local = {tcs.kept(large_local_share, dimension)}"
 runs["no local mask"] = follow(dataclasses.replace(scheme, phi_local=None))
 runs["no error accumulation"] = follow(dataclasses.replace(scheme, error_accumulation=False))
 runs[larger] = follow(dataclasses.replace(scheme, phi_local=large_local_share))
@@ -465,15 +466,17 @@ display(Markdown(lab.markdown(table)))
 
 # %% [markdown]
 # In this table, *mask* always means the $K_{global}$ largest entries of the update. Without the local mask, the mask stays as it is at the
-# end of the *warm-up* (the dense rounds at the beginning). Afterwards, only the parameters at its positions are trained. Without error
-# accumulation, the clients explore, but what they do not send is lost.
+# end of the *warm-up* (the dense rounds at the beginning). Afterwards, only the entries of the shared model at its positions change. What
+# the clients learn at other positions never reaches the server. Without error accumulation, the clients explore, but what they do not send
+# is lost.
 #
-# TCS scores below dense training here. One reason may be that this training is very short.
+# TCS scores below dense training here. One reason may be that it sends few entries: with larger masks of the clients' own, it comes closer
+# to dense training. And this training is so short that most entries are never sent.
 #
 # ## Why entries do not return to the mask of TCS
 #
-# From one round to the next, the masks of TCS change no faster than those of dense training, as the table shows. But an entry that has
-# left the mask of TCS seldom comes back soon. This shows in masks that are two rounds apart:
+# From one round to the next, the masks of TCS change no faster than those of dense training, as the table shows. But an entry that has left
+# the mask of TCS seldom comes back soon. This shows in masks that are two rounds apart:
 
 # %%
 for name in ("dense (FedAvg)", "no error accumulation", "TCS"):
@@ -482,19 +485,21 @@ for name in ("dense (FedAvg)", "no error accumulation", "TCS"):
     )
 
 # %% [markdown]
-# Without error accumulation, the mask changes more slowly. So the accumulated errors may be the reason for the fast changes. The paper says
-# that positions can become important for a time because errors accumulate there. Our explanation goes on from this: an entry enters the
-# mask when one client sends the error that it has accumulated there. In the next round, *all* clients send their accumulated errors for
-# this entry, which can keep it large for one more round. Then it has no accumulated errors left, and drops out.
+# Without error accumulation, masks two rounds apart have more in common. So the accumulated errors may be the reason why entries that leave
+# the mask of TCS do not come back soon. The paper says that positions can become important for a time because errors accumulate there. Our
+# explanation goes on from this: an entry enters the mask when one client sends the error that it has accumulated there. In the next round,
+# *all* clients send their accumulated errors for this entry, which can keep it large for one more round. Then it has no accumulated errors
+# left, and drops out.
 #
-# To check this, we start TCS once more and observe it for two epochs. We compare the accumulated errors at an entry with the
-# clients' differences of the current round:
+# To check this, we train with TCS once more, and look at two epochs after the dense start. We compare the accumulated errors at an entry
+# with the clients' differences of the current round:
 #
 # $$\text{ratio} = \frac{\text{mean of } |e_{n,t-1}|}{\text{mean of } |\Delta\theta_{n,t}|}$$
 #
 # The means are over all clients and all entries of a group. We compute this ratio for three groups of entries: those that a client explores
 # in this round, those that are new in the shared mask, and the rest of the shared mask. We also ask how many of the explored entries the
-# clients would have chosen without accumulated errors, that is, if $S_{top}$ had looked only at the differences of the round.
+# clients would have chosen without accumulated errors, that is, if $S_{top}$ had looked only at the differences of the round. If this is
+# fewer than half of them, with certainty, the statement that the cell prints is *supported*.
 
 
 # %%
@@ -538,16 +543,16 @@ claim.judge(
 # %% [markdown]
 # ## Would one fixed mask do as well?
 #
-# The paper refers to *lottery tickets*: small parts of a network that can be trained on their own. If there are such parts, there may
-# also be one good mask for the whole training, and no search would be necessary. We look for such a mask in a finished run of TCS.
-# Then we start again from the same initial weights and keep one mask for the whole training. We try three such masks:
+# The paper refers to *lottery tickets*: small parts of a network that can be trained on their own. If there are such parts, there may also
+# be one good mask for the whole training, and no search would be necessary. We look for such a mask in a finished run of TCS. Then we start
+# again from the same initial weights and keep one mask for the whole training. We try three such masks:
 #
 # - the last shared mask of the run,
-# - the $K$ positions at which θ moved farthest in the run,
+# - the $K_{global}$ positions at which the weights θ end farthest from their initial values,
 # - positions drawn at random, for comparison (this is rand-K with the same mask in every round).
 #
-# After one dense round, nothing outside the mask is ever sent. These runs are shorter than those above and have no dense epoch, so
-# their losses cannot be compared with the losses above.
+# The first round of these runs is dense. From the second round on, only the entries in the mask are sent. These runs are shorter than those
+# above and have no dense epoch, so their losses cannot be compared with the losses above.
 #
 # **What do you expect?** Which of the three masks comes closest to TCS?
 
@@ -587,14 +592,17 @@ best = "where θ moved farthest"
 as_well = lab.judge_mean(-behind[best][0], behind[best][1])  # whether TCS's loss is the higher one
 display(Markdown(lab.markdown(pd.DataFrame(table))))
 print(f"These are means over n = {len(rows)} seeds.\n"
-      f"Statement: one fixed mask (the positions {best}) does as well as the changing masks of TCS. Result: {as_well}.")  # fmt: skip
+      f"Does one fixed mask (the positions {best}) do as well as the changing masks of TCS? The answer is {as_well}.")  # fmt: skip
 
 # %% [markdown]
+# If the answer is *open*, three seeds are too few to decide: the loss of this mask may be higher than that of TCS, or not.
+#
 # ## Claim
 #
 # The next cell checks six more statements. (One was checked above.) The first three follow from the algorithm. The other three are measured
-# in one training each; for the last two, TCS has to end with a training loss that is lower by more than 0.02. That positions change *little* is
-# not among these statements: in this training, most of them change. [13_evidence](13_evidence.ipynb) judges it from longer trainings.
+# in one training each. For the last two, TCS has to end with a training loss that is lower by more than 0.02, a limit that we chose. That
+# positions change *little* is not among these statements: in this training, most of them change. [13_evidence](13_evidence.ipynb) judges it
+# from longer trainings.
 
 # %%
 final = {name: run["loss"][-1] for name, run in runs.items()}
@@ -620,10 +628,11 @@ for name in ("no local mask", "no error accumulation"):
 #
 # 1. Write lines 9 to 13. Return the client's own positions (ascending, int64, counted from 0), what it sends as a
 #    vector (D,), and the new errors (D,).
-# 2. Write line 5, which gives the next round's `shared_K`. From which of the three vectors does it follow?
+# 2. Write line 5, which gives the next round's `shared_K`. Your function gets the weights `theta_D`, a client's difference `delta_D` and the
+#    update `update_D`. Which of them does it need?
 #
-# The function `tcs.top_k_positions(vector, k, excluded)` is $S_{top}$. Entries in `excluded`, a tensor of positions (int64) or of booleans (D,),
-# are never chosen. It returns positions in ascending order, which is the order that is wanted here.
+# The function `tcs.top_k_positions(vector, k, excluded)` is $S_{top}$. Entries in `excluded`, a tensor of positions (int64) or of booleans
+# (D,), are never chosen. It returns positions in ascending order, which is the order that is wanted here.
 #
 # <details><summary>Hints</summary>
 #
@@ -696,13 +705,14 @@ display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
   total, {word} than half of the entries stay.
 - In each round {turnover:.0%} of TCS's shared mask is new, and masks two rounds apart have {at_two:.0%} of their entries in common. Without error
   accumulation, masks two rounds apart have {quiet:.0%} in common. In each round, the clients together can explore {clients * k_local} entries, and the shared mask has {k_global} positions.
-  The proportion is the same in the paper. So explored entries could replace the whole mask in one round. These numbers depend on the masks of TCS and on
-  its accumulated errors. So they cannot tell whether the same entries would be large again without TCS, as the paper assumes. The overlap in
-  dense training above is a first look at this, and notebook [13_evidence](13_evidence.ipynb) tests it in larger trainings.
-- A question that is not among these statements is whether one fixed mask from a finished run does as well as the changing masks of TCS. The answer:
-  **{as_well}** (n = {len(rows)} seeds; the losses are above).
-- This training shows how the schemes start, not how they end. It has {len(masks["TCS"]) - 1} sparse rounds, so an average entry is
-  in the shared mask {often:.1f} times (rounds × φ_global). With the paper's 23,400 rounds, this number is 234.
+  The proportion is the same in the paper. So explored entries could replace the whole mask in one round. This turnover and these overlaps are
+  results of TCS itself: its masks and its accumulated errors decide which entries of the update become large. The paper assumes that the same entries
+  are large again and again even without TCS. For this, the overlap in dense training above is a first look, and notebook
+  [13_evidence](13_evidence.ipynb) tests it in larger trainings.
+- We also asked whether one fixed mask from a finished run does as well as the changing masks of TCS. The answer: **{as_well}** (n = {len(rows)} seeds;
+  the losses are above).
+- This training shows how the schemes start, not how they end. It has {len(masks["TCS"]) - 1} rounds after the warm-up, and in each of them {phi_global:.0%} of
+  the entries are in the shared mask. So an entry is in it {often:.1f} times on average. With the paper's 23,400 rounds, this number is 234.
 """))  # fmt: skip
 
 # %% [markdown]
@@ -712,8 +722,8 @@ display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
 # else is kept for later.
 #
 # Next, [04_layerwise_fairness](04_layerwise_fairness.ipynb) shows which layers contain the large entries, and
-# [05_global_momentum](05_global_momentum.ipynb) adds momentum. You can also try `phi_local = 1e-4` in this notebook: all clients
-# together then explore so few entries that the mask can only change slowly.
+# [05_global_momentum](05_global_momentum.ipynb) adds momentum. You can also set `phi_local`, the size of a client's own mask as a fraction
+# of $D$, to `1e-4` in this notebook. Then each client explores only two entries in a round, so the mask can only change slowly.
 
 # %%
 print(f"Made with {lab.describe_core()} and torch {torch.__version__}, on {data.label}. "

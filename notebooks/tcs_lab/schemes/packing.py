@@ -7,6 +7,7 @@ cannot run code.
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Iterable
@@ -49,12 +50,12 @@ def pack(value: Any, context: Context | None = None) -> bytes:
 
     Raises ValueError, which names the type, for a value that is not plain.
     """
+    if value is None or isinstance(value, bool):
+        return {None: b"N", True: b"T", False: b"F"}[value]
     if context is not None:
         for place, known in enumerate(context.known):
             if type(value) is type(known) and value == known:
                 return b"k" + bytes([place])
-    if value is None or isinstance(value, bool):
-        return {None: b"N", True: b"T", False: b"F"}[value]
     if isinstance(value, np.generic) and context is None:  # in a state, it comes back as it was
         return b"n" + pack(np.asarray(value))
     if isinstance(value, np.generic):
@@ -152,8 +153,9 @@ def _read(data: bytes, at: int, context: Context | None) -> tuple[Any, int]:
 
 def tensor_bytes(tensor: Tensor) -> bytes:
     """Return the entries of a tensor as they lie in memory: as many bytes each as the dtype has."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
+    if tensor.dtype == torch.bfloat16:  # which numpy does not have
+        tensor = tensor.contiguous().view(torch.int16)
+    return tensor.numpy(force=True).tobytes()
 
 
 def make_tensor(data: bytes, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
@@ -187,10 +189,7 @@ def read_shape(data: bytes, at: int) -> tuple[torch.dtype, tuple[int, ...], int]
 
 def tensor_size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """Count the bytes of a tensor of this dtype and shape."""
-    count = 1
-    for size in shape:
-        count *= size
-    return count * torch.empty(0, dtype=dtype).element_size()
+    return math.prod(shape) * dtype.itemsize
 
 
 def recoded_size(tensor: Tensor) -> int:
