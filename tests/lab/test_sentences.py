@@ -123,7 +123,7 @@ def test_a_verdict_that_the_bootstrap_does_not_share_is_named_beside_it():
 def test_each_of_several_verdicts_stands_beside_its_number():
     (sentence,) = [s for s in SENTENCES if s.says.startswith("Global momentum goes well")]
     row = {"measure": "accuracy", "second": "B", "eta": 0.8, "second_eta": 0.1, "low": -0.3, "high": 0.3,
-           "measured": 0.0, "kept": None, "bootstrap": math.nan}  # fmt: skip
+           "measured": 0.0, "kept": None, "bootstrap": math.nan, "bound": "at_least", "bound_value": -0.5}  # fmt: skip
     verdicts = {"momentum": "supported", "momentum-parity": "open"}
     table = pd.DataFrame(
         [row | {"claim": c, "verdict": v, "first": c} for c, v in verdicts.items()]

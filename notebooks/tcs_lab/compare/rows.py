@@ -101,7 +101,7 @@ def estimate_minutes(track: Track, names: Sequence[str], slower: float | None) -
     minutes = track.analysis.minutes
     if slower is None:
         is_class = Scheme.named(names[0]).code == "tensors"
-        remark = " (a class with compress and decompress can take several times as long)"
+        remark = " (or several times as long with compress and decompress; --dry-run measures it)"
         return minutes, remark * is_class
     if slower <= 1:
         return minutes, ""
