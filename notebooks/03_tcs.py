@@ -16,10 +16,11 @@
 #
 # **What the paper claims (Sec. II-A, Alg. 2).** The [paper](https://arxiv.org/abs/2101.08837) assumes that the positions of the largest
 # entries of an update change little from one round to the next. Therefore the last update, which the server and all clients know, can tell
-# them which entries to send next, and the positions of these entries need not be sent. Each client also searches for new positions, with a
-# small mask of its own. After the dense rounds at the start, the server's message never holds more than $K_{global} + N K_{local}$ entries,
-# where $N$ is the number of clients, $K_{global}$ is the size of the shared mask, and $K_{local}$ is the size of a client's own mask. In
-# the paper's training (Sec. III-B) this is 2 % of all entries.
+# them which entries to send next, and the positions of these entries need not be sent. These positions are the *shared mask*. Each client
+# also searches for new positions, with a small mask of its own. In the first rounds there is no shared mask yet, so everything is sent.
+# After these *dense* rounds, the server's message never holds more than $K_{global} + N K_{local}$ entries, where $N$ is the number of
+# clients, $K_{global}$ is the size of the shared mask, and $K_{local}$ is the size of a client's own mask. In the paper's training (Sec.
+# III-B) this is 2 % of all entries.
 #
 # *Run time*: about a minute on two cores of a Xeon. *Read before*: [01_fedavg](01_fedavg.ipynb) and
 # [02_sparsification](02_sparsification.ipynb).
@@ -89,7 +90,7 @@ print(f"The network has D = {dimension:,} parameters. K_global = {k_global}, K_l
       f"there are N = {clients} clients.\nAn epoch has {probe.rounds_per_epoch} rounds. "
       f"Number of dense epochs at the start (warm-up): {warmup_epochs} of {epochs}.")  # fmt: skip
 ticket = dataclasses.replace(config, epochs=ticket_epochs, warmup_epochs=0)
-print(f"Data: {data.label}.")
+print(f"The data are images of {data.classes} classes ({data.label}).")
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -138,8 +139,8 @@ rest = (
 )
 answer = f"""**In short.** Entries that become large {"seldom" if max(two, dense_two) < 0.25 else "often"} stay large for long. When an entry has newly entered TCS's shared
 mask, it is also in the mask of the next round in {one:.0%} of the cases. In {two:.0%} of the cases it stays for two further rounds without a
-break. (In dense training, of the entries that enter the set of the K_global largest, these numbers are {dense_one:.0%} and {dense_two:.0%}. There, entries that
-have left come back more often.) {rest} reaches {runs["TCS"]["accuracy"]:.0%} test accuracy. Dense training, which sends every entry, reaches
+break. In dense training, of the entries that newly enter the K_global largest, {dense_one:.0%} are still among them in the next round
+and {dense_two:.0%} for two further rounds. There, entries that have left come back more often. {rest} reaches {runs["TCS"]["accuracy"]:.0%} test accuracy. Dense training, which sends every entry, reaches
 {dense["accuracy"]:.0%}. These numbers come from one training of each, with {len(dense["mask"])} rounds."""
 display(Markdown(answer))
 window = dense["mask"][-40:].shape[0]
@@ -156,7 +157,7 @@ lab.show_figures()
 # The left panel shows the last rounds of the training with TCS, and the right panel those of the dense training. Each row is one position,
 # that is, one of the $D$ entries of the update, and each column is one round. The rows are a random sample of the positions that are in the
 # mask in at least one of these rounds. A cell is dark if, in that round, the entry is in the mask of the $K = K_{global}$ largest entries.
-# A section below looks for the reason why hardly any entry of TCS is still in the mask, or back in it, after two rounds.
+# The section *Why entries do not return to the mask of TCS* looks for the reason why so few entries are in its mask again after two rounds.
 #
 # ## One round in a picture
 #
@@ -180,8 +181,9 @@ lab.show_figures()
 # The table shows the lines of the paper's Algorithm 2, in our words. Beside each line is the statement of `tcs_core.py` that carries it
 # out; in that file, a comment names the line of the algorithm. The symbol $\otimes$ multiplies entry by entry, and $S_{top}(v, K)$ is the
 # mask of the K entries of $v$ with the largest magnitude. $\Delta\theta_n$ is the *difference* of client $n$, that is, how far its local
-# steps have moved the weights, and $e_n$ is its *accumulated error*, the sum of everything that it has not sent so far. The table leaves
-# out loops, headings, and line 4, in which the client receives the update.
+# steps have moved the weights, and $e_n$ is its *accumulated error*, the sum of everything that it has not sent so far. $\Delta\theta_t$,
+# with the index of a round, is the update of this round. The table leaves out loops, headings, and line 4, in which the client receives the
+# update.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 BOX = {
@@ -215,10 +217,10 @@ display(Markdown(lab.markdown(lines)))
 # `quantizer`, `received` and `downlink`. They belong to options that this page does not use.
 #
 # When you read the code, it helps to know the following. A name that ends in `_D` is a vector with $D$ entries, and one that ends in `_K`
-# has one entry for each chosen position. The core does not store a mask as a vector of zeros and ones, but the *positions* that it
-# contains. So $m_{local}$ is the tensor `own_K`, and `positions_K` has the positions of both masks. The object `known` holds what the
-# server and all clients know, such as the shared mask. *Intended* is the sum of line 9. `in_flight` is the message that has been sent but
-# has not yet arrived.
+# has one entry for each chosen position. The core stores a mask as the *positions* that it contains: $m_{local}$ is the tensor `own_K`, and
+# `positions_K` has the positions of both masks. (Where a vector of booleans is handier, there is one, too, such as `shared_D`.) The object
+# `known` holds what the server and all clients know, such as the shared mask. *Intended* is the sum of line 9. `in_flight` is the message
+# that has been sent but has not yet arrived.
 #
 # We begin with the shared mask. `TCS.observe` is called at the end of a round, with the update. It computes line 5 of the next round.
 
@@ -227,9 +229,9 @@ lab.show_code(tcs.TCS.observe)
 
 # %% [markdown]
 # Now a client. `Client.message_of` does line 9, and `Client.message_from` does lines 10 to 12. For line 10 it calls `Client.own_positions`,
-# which calls `MaskRule.own_mask`. Line 9 adds the difference to the errors in place (`Client.intended`), so for a while the tensor
-# `errors_D` contains all that the client intends to send. Therefore `Client.arrived` (line 13) has to change `errors_D` only at the
-# positions that were sent.
+# which calls `MaskRule.own_mask`. (A `MaskRule` says how masks are chosen; `TCS` is one.) Line 9 adds the difference to the errors in place
+# (`Client.intended`), so for a while the tensor `errors_D` contains all that the client intends to send. Therefore `Client.arrived` (line
+# 13) has to change `errors_D` only at the positions that were sent.
 
 # %%
 lab.show_code(tcs.Client.message_of, tcs.Client.intended, tcs.Client.message_from, tcs.Client.own_positions,
@@ -311,7 +313,7 @@ for number in range(2, 11):
 # \;\Rightarrow\; S_{top}(\Delta\theta_t, K_{global}) = m_{global}$$
 #
 # (This holds unless an entry in the mask is exactly 0.) A new position can enter the mask only if some client sends its value although it
-# was not in the mask.
+# was not in the mask. To see this, we repeat the example with ten numbers without local masks.
 
 # %% tags=["nbval-check-output"]
 frozen = tcs.Compressor(dataclasses.replace(toy, phi_local=None), [10], clients=2)
@@ -376,10 +378,10 @@ axes.legend(frameon=False, ncols=3, loc="upper center")
 lab.show_figures()
 
 # %% [markdown]
-# That the same entries are large in consecutive rounds is the *correlation in time* that gave TCS its name. It is the distance between the
-# measured line and the line *chance within layers*. Most of the overlap is there only because the large entries are in the same *layers* in
-# every round ([notebook 04](04_layerwise_fairness.ipynb)). A smaller part of it is there because the same *entries* of these layers are
-# large.
+# That the same entries are large in consecutive rounds is the *correlation in time* that gave TCS its name. We measure it as the distance
+# between the measured line and the line *chance within layers*. Most of the overlap is there only because the large entries are in the same
+# *layers* in every round ([notebook 04](04_layerwise_fairness.ipynb)). A smaller part of it is there because the same *entries* of these
+# layers are large.
 #
 # ## What the local mask finds, round by round
 #
@@ -434,7 +436,8 @@ lab.show_figures()
 # ## Take the parts away, one by one
 #
 # We repeat the same training without the local mask, then without error accumulation (what is not sent is dropped, so $e_n = 0$), and then
-# with larger masks of the clients' own.
+# with larger local masks. In the table, *mask* always means the $K_{global}$ largest entries of the update, also for top-K and dense
+# training. It is looked at from the end of the warm-up on (the dense rounds at the beginning).
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 larger = f"TCS, K_local = {tcs.kept(large_local_share, dimension)}"
@@ -465,13 +468,12 @@ table = pd.DataFrame({
 display(Markdown(lab.markdown(table)))
 
 # %% [markdown]
-# In this table, *mask* always means the $K_{global}$ largest entries of the update. Without the local mask, the mask stays as it is at the
-# end of the *warm-up* (the dense rounds at the beginning). Afterwards, only the entries of the shared model at its positions change. What
-# the clients learn at other positions never reaches the server. Without error accumulation, the clients explore, but what they do not send
-# is lost.
+# Without the local mask, the mask stays as it is at the end of the warm-up. Afterwards, only the entries of the shared model at its
+# positions change. What the clients learn at other positions never reaches the server. Without error accumulation, the clients explore, but
+# what they do not send is lost.
 #
-# TCS scores below dense training here. One reason may be that it sends few entries: with larger masks of the clients' own, it comes closer
-# to dense training. And this training is so short that most entries are never sent.
+# TCS scores below dense training here. One reason may be that all clients together send few different entries per round, as the last column
+# shows: with larger local masks, it comes closer to dense training. And this training is so short that most entries are never in the mask.
 #
 # ## Why entries do not return to the mask of TCS
 #
@@ -498,8 +500,8 @@ for name in ("dense (FedAvg)", "no error accumulation", "TCS"):
 #
 # The means are over all clients and all entries of a group. We compute this ratio for three groups of entries: those that a client explores
 # in this round, those that are new in the shared mask, and the rest of the shared mask. We also ask how many of the explored entries the
-# clients would have chosen without accumulated errors, that is, if $S_{top}$ had looked only at the differences of the round. If this is
-# fewer than half of them, with certainty, the statement that the cell prints is *supported*.
+# clients would have chosen without accumulated errors, that is, if $S_{top}$ had looked only at the differences of the round. The statement
+# that the cell prints is *supported* if the 95 % interval of this fraction, over the rounds, lies below one half.
 
 
 # %%
@@ -549,10 +551,11 @@ claim.judge(
 #
 # - the last shared mask of the run,
 # - the $K_{global}$ positions at which the weights θ end farthest from their initial values,
-# - positions drawn at random, for comparison (this is rand-K with the same mask in every round).
+# - positions drawn at random, for comparison.
 #
-# The first round of these runs is dense. From the second round on, only the entries in the mask are sent. These runs are shorter than those
-# above and have no dense epoch, so their losses cannot be compared with the losses above.
+# For each seed, we train TCS anew, and then with each of the three masks, which come from this run. The first round of all these runs is
+# dense. From the second round on, the runs with a fixed mask send only the entries in it. These runs are shorter than those above and have
+# no dense epoch, so their losses cannot be compared with the losses above.
 #
 # **What do you expect?** Which of the three masks comes closest to TCS?
 
@@ -592,7 +595,7 @@ best = "where θ moved farthest"
 as_well = lab.judge_mean(-behind[best][0], behind[best][1])  # whether TCS's loss is the higher one
 display(Markdown(lab.markdown(pd.DataFrame(table))))
 print(f"These are means over n = {len(rows)} seeds.\n"
-      f"Does one fixed mask (the positions {best}) do as well as the changing masks of TCS? The answer is {as_well}.")  # fmt: skip
+      f"Of the fixed masks, we ask about the positions {best}: do they do as well as the changing masks of TCS? The answer is {as_well}.")  # fmt: skip
 
 # %% [markdown]
 # If the answer is *open*, three seeds are too few to decide: the loss of this mask may be higher than that of TCS, or not.
@@ -600,9 +603,9 @@ print(f"These are means over n = {len(rows)} seeds.\n"
 # ## Claim
 #
 # The next cell checks six more statements. (One was checked above.) The first three follow from the algorithm. The other three are measured
-# in one training each. For the last two, TCS has to end with a training loss that is lower by more than 0.02, a limit that we chose. That
-# positions change *little* is not among these statements: in this training, most of them change. [13_evidence](13_evidence.ipynb) judges it
-# from longer trainings.
+# in one training of each scheme. For the last two, TCS has to end with a training loss that is lower by more than 0.02, a limit that we
+# chose. That positions change *little* is not among these statements: in this training, most of them change.
+# [13_evidence](13_evidence.ipynb) judges it from longer trainings.
 
 # %%
 final = {name: run["loss"][-1] for name, run in runs.items()}
@@ -626,8 +629,8 @@ for name in ("no local mask", "no error accumulation"):
 #
 # Replace each `return None` by your own lines. The cell then compares your function with the core.
 #
-# 1. Write lines 9 to 13. Return the client's own positions (ascending, int64, counted from 0), what it sends as a
-#    vector (D,), and the new errors (D,).
+# 1. Write lines 9 to 13. Return three tensors: the client's own positions (ascending, int64, counted
+#    from 0), a vector (D,) that is 0 wherever nothing is sent, and the new errors (D,).
 # 2. Write line 5, which gives the next round's `shared_K`. Your function gets the weights `theta_D`, a client's difference `delta_D` and the
 #    update `update_D`. Which of them does it need?
 #
@@ -705,11 +708,10 @@ display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
   total, {word} than half of the entries stay.
 - In each round {turnover:.0%} of TCS's shared mask is new, and masks two rounds apart have {at_two:.0%} of their entries in common. Without error
   accumulation, masks two rounds apart have {quiet:.0%} in common. In each round, the clients together can explore {clients * k_local} entries, and the shared mask has {k_global} positions.
-  The proportion is the same in the paper. So explored entries could replace the whole mask in one round. This turnover and these overlaps are
-  results of TCS itself: its masks and its accumulated errors decide which entries of the update become large. The paper assumes that the same entries
-  are large again and again even without TCS. For this, the overlap in dense training above is a first look, and notebook
-  [13_evidence](13_evidence.ipynb) tests it in larger trainings.
-- We also asked whether one fixed mask from a finished run does as well as the changing masks of TCS. The answer: **{as_well}** (n = {len(rows)} seeds;
+  In the paper, too, these two numbers are equal. So explored entries could replace the whole mask in one round. This turnover and these overlaps are
+  results of TCS itself: its masks and its accumulated errors decide which entries of the update become large. Whether the same entries would be large again without TCS,
+  the overlap in dense training above shows only roughly. Notebook [13_evidence](13_evidence.ipynb) tests this in larger trainings.
+- We also asked whether one fixed mask (the positions {best}) does as well as the changing masks of TCS. The answer: **{as_well}** (n = {len(rows)} seeds;
   the losses are above).
 - This training shows how the schemes start, not how they end. It has {len(masks["TCS"]) - 1} rounds after the warm-up, and in each of them {phi_global:.0%} of
   the entries are in the shared mask. So an entry is in it {often:.1f} times on average. With the paper's 23,400 rounds, this number is 234.
@@ -719,7 +721,7 @@ display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
 # **Does the shared mask have to follow the last update?** This notebook does not test that. In our main comparison on CIFAR-10, a shared
 # mask that is drawn at random in every round did about as well as that of TCS ([13_evidence](13_evidence.ipynb), *Is it time
 # correlation?*). What both have in common is that all clients share a mask, that each client adds entries of its own, and that everything
-# else is kept for later.
+# else is kept for later. Perhaps this is what matters, and not which positions are shared.
 #
 # Next, [04_layerwise_fairness](04_layerwise_fairness.ipynb) shows which layers contain the large entries, and
 # [05_global_momentum](05_global_momentum.ipynb) adds momentum. You can also set `phi_local`, the size of a client's own mask as a fraction
@@ -727,4 +729,4 @@ display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
 
 # %%
 print(f"Made with {lab.describe_core()} and torch {torch.__version__}, on {data.label}. "
-      f"One run of each scheme (n = 1), and {ticket_seeds} seeds for the fixed masks.")  # fmt: skip
+            f"The sections on fixed masks have {ticket_seeds} seeds, and all others one.")  # fmt: skip

@@ -153,9 +153,9 @@ mechanism = answers.set_index("question").loc["mechanism"]
 asked = (
     f" In TCS, all clients share a mask, which says which entries they send. It is taken from the last update. Would any other mask do? The "
     f"difference between TCS and the same scheme with a random shared mask is {lab.format_estimate(mechanism)} points. The claim that "
-    f"masks taken from the last update gain TCS more than {mechanism['bound_value']:g} points is **{mechanism['verdict']}** (n = {mechanism['n']}). "
+    f"masks taken from the last update gain TCS more than {mechanism['bound_value']:g} points (a bound of ours) is **{mechanism['verdict']}** (n = {mechanism['n']}). "
     + (
-        f"By a second, wider interval, it is {weaker}."
+        f"By a second interval, from a bootstrap, it is {weaker}."
         if (weaker := lab.differing_bootstrap_verdict(mechanism))
         else ""
     )
@@ -175,7 +175,7 @@ display(
     Markdown(
         f"**In short.** The paper says that TCS keeps the accuracy of centralized training. It says the same of TCS-L4-Q5, "
         f"a variant with four local steps per round and 5-bit values, whose clients send about 2000 times fewer bits than in training that "
-        f"sends everything, if the dense start is not counted. We allow a loss of {-kept['bound_value']:g} "
+        f"sends everything. (Here the first epoch, in which everything is sent, is not counted.) We allow a loss of {-kept['bound_value']:g} "
         f"points. In our trainings, TCS differs from centralized training by {lab.format_estimate(kept)} points: "
         f"**{kept['verdict']}**. TCS-L4-Q5 differs by {lab.format_estimate(short)}: **{short['verdict']}**. "
         "Our trainings are smaller than the paper's and use its learning rates, without tuning. Training that sends everything, "
@@ -188,7 +188,7 @@ display(Image(picture, width=760, alt="; ".join([title, *lines])))
 config = next(iter(records.values()))["config"] if records else {}
 print(
     f"Our trainings: {scale_of(records)}. There are {config.get('clients')} clients with equally distributed data, and "
-    f"{config.get('train_samples'):,} images for training. The verdicts on accuracy use {len(records)} training runs.{progress}"
+    f"{config.get('train_samples'):,} images for training. Accuracy is measured on 35,000 others: the test images, and the training images that are not used. The verdicts on accuracy use {len(records)} training runs.{progress}"
     if records
     else "There is no record yet."
 )
@@ -197,9 +197,10 @@ print(
 # Each line of the figure is one of the six main claims. The plan named them, before the runs. Four are claims of the paper. The other two
 # are our own questions: they compare TCS with training that sends everything. Each claim is about the difference between the final test
 # accuracies of two methods, in percentage points, with a 95 % confidence interval. Our trainings are on the left, and what the paper prints
-# is on the right. The words below the names say what is claimed, and the shaded area is where that is true. The edge of this area is the
-# *bound* of the claim, for example −0.5 points. A claim is **supported** if its whole interval is in the shaded area, **contradicted** if
-# the whole interval is outside, and **open** if the interval contains the bound.
+# is on the right. Each line names two methods, and below them stands what is claimed. The shaded area is where that is true. The edge of
+# this area is the *bound* of the claim, for example −0.5 points. We chose half a point as the largest loss that still counts as none,
+# because it is about twice the standard deviations between trials that the paper prints. A claim is **supported** if its whole interval is
+# in the shaded area, **contradicted** if the whole interval is outside, and **open** if the interval contains the bound.
 #
 # *Names*: *Baseline* is centralized training. *FedAvg* is federated training in which every client sends all entries of its update. We call
 # this *dense* training. In *top-K*, each client sends only the largest entries of its own update. In *TCS*, it mostly sends the entries of
@@ -304,10 +305,10 @@ if len(ratio):
 # ## What the difference to centralized training is made of
 #
 # The difference between TCS and the Baseline is the sum of two differences. FedAvg − Baseline is the difference between federated and
-# centralized training without any sparsity. TCS − FedAvg is what sparsity adds. All of this holds at the paper's learning rates. With
-# another rate for FedAvg, both parts may be different. The second block splits the difference of TCS-L4-Q5, which has four local steps and
-# 5-bit values, in the same way. In the model the parts add up exactly. All of this is for clients with equally distributed data. Notebook
-# [10b_fewer_bytes](10b_fewer_bytes.ipynb) shows what sparsification costs where their data differ.
+# centralized training without any sparsity. TCS − FedAvg is what sparsity adds. All of this holds at the paper's learning rates and for
+# clients with equally distributed data. With another rate for FedAvg, both parts may be different. The second block splits the difference
+# of TCS-L4-Q5, which has four local steps and 5-bit values, in the same way. In the model the parts add up exactly. Notebook
+# [10b_fewer_bytes](10b_fewer_bytes.ipynb) shows what sparsification costs where the clients' data differ.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 split = lab.decompose(read, records)
@@ -323,12 +324,12 @@ for _, parts in split.groupby("chain") if split["measured"].any() else ():
 display(Markdown(lab.markdown(pd.DataFrame(rows)) if rows else nothing))
 
 # %% [markdown]
-# An earlier plan had a rule: if dense training with four local steps loses more than half a point, claims about several local steps are not
-# testable. Here it loses more, so this rule would exclude them. An appendix shows both readings.
+# By an earlier plan, claims about several local steps would not be testable, because dense training with four local steps itself loses more
+# than half a point. An appendix shows both readings.
 #
 # As in the paper's Table 1, the Baseline is SGD without momentum. A claim such as "keeps centralized accuracy" is therefore about training
-# without momentum. Centralized training with momentum ends higher. The next table compares TCS without and with momentum with that. The
-# paper makes no claim about the first pair, so it gets no verdict. The second pair is one of the six main claims.
+# without momentum. Centralized training with momentum ends higher. The next table gives the distance of TCS from that, without and with
+# global momentum. The paper makes no claim about the first pair, so it gets no verdict. The second pair is one of the six main claims.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 pairs = [(("TCS", 0.5), ("Baseline-Momentum", 0.1)),
@@ -342,8 +343,8 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 # ## At tuned rates
 #
 # All differences above are at the paper's learning rates, which nobody tuned for this training. A later plan, `params/fair_plan.yaml`,
-# tunes every method by the same rule. Each is trained with three rates and one seed. If the highest or the lowest of them is the best, the
-# next one is tried as well, until this is no longer so. The best rate is chosen by the accuracy on 15,000 images that are used for no
+# tunes every method by the same rule. Each is trained with three rates and one seed. If the best one is at an end of this list, the next
+# rate beyond it is tried, until the best one lies inside. The best rate is chosen by the accuracy on 15,000 images that are used for no
 # training. It is then used for three runs with other seeds, which are scored on 20,000 other images.
 #
 # The plan has two parts, called stages: *main* (Baseline, FedAvg, TCS and top-K) and *rest* (the other methods). No difference is estimated
@@ -365,7 +366,7 @@ waits = table[rates].isin(["–", "", "not made"]).all(axis=1)
 begun = table[~waits]
 display(Markdown(lab.markdown(begun.loc[:, ~begun.isin(["–", "", "not made"]).all()])))
 if waits.any():
-    print(f"No run is made yet of: {', '.join(table[waits]['method'])}.")
+    print(f"No run is made yet of the {waits.sum()} other methods of the plan.")
 if gaps["measured"].notna().any():
     display(Markdown(lab.markdown(lab.readable_fair_differences(gaps))))
 
@@ -421,7 +422,7 @@ if pd.notna(eta["measured"]):
     print(f"TCS at η 0.8 instead of 0.5: {lab.format_estimate(eta)} points, n = {eta['n']}.")
 if "FedAvg" in higher:
     print(
-        "So FedAvg and perhaps TCS end higher at higher rates, and what sparsity adds may be another number at tuned rates."
+        "So both FedAvg (one run) and TCS end higher at a higher rate, and what sparsity adds may be another number at tuned rates."
     )
 
 # %% [markdown]
@@ -432,6 +433,8 @@ if "FedAvg" in higher:
 # from the update of ten rounds ago.
 #
 # The questions and their bounds were fixed before the runs, and after the results of the main comparison. The bound of 0.3 points is ours.
+# Each of the two controls has three runs. Their differences come from the model above, fitted to these runs as well, so they are compared
+# with all runs of TCS.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 control_runs = lab.plan_runs(controls, results=results)
@@ -452,8 +455,8 @@ display(Markdown(MEANS.get(mechanism["verdict"], "")))
 # ## Do four local steps cost less when the network fits its images?
 #
 # In the trainings of `evidence`, the networks have not fitted their training images when they stop, as the training loss below shows. The
-# paper's network, which is trained for 300 epochs, probably has. So `params/controls_plan.yaml` also plans a training with a quarter of the
-# images and four times as many epochs: does TCS-L4-Q5 still end more than half a point below centralized training there?
+# paper's network, which is trained for 300 epochs, has probably fitted them. So `params/controls_plan.yaml` also plans a training with a
+# quarter of the images and four times as many epochs: does TCS-L4-Q5 still end more than half a point below centralized training there?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 regime = answers[answers["stage"] == "regime"].iloc[0]
@@ -492,8 +495,7 @@ if dense and pd.notna(part["measured"]):
     display(Markdown(
         f"Of the largest {shares['by_chance']:.0%} of an update's entries, **{shares['seen']:.1%}** are among "
         f"the largest of the next update, too (n = {part['n']}). How much would that be by chance? Masks with as "
-        f"many entries in each layer, but at random positions, would share **{shares['by_layers']:.1%}**. Two masks at positions that are drawn from all "
-        f"entries share **{shares['by_chance']:.0%}**. So most of what recurs is explained by the layers: in every round, the same "
+        f"many entries in each layer, but at random positions, would share **{shares['by_layers']:.1%}**. Two masks whose positions are drawn from all entries, whatever their layer, would share **{shares['by_chance']:.0%}**. So most of what recurs is explained by the layers: in every round, the same "
         f"layers hold many of the largest entries. What is left is {shares['seen'] - shares['by_layers']:.1%} of the mask. If "
         "0 is this chance and 1 is a mask that never changes, the overlap is "
         f"**{lab.format_estimate(part)}**. We call this number the *normalized overlap*.\n\n"
@@ -513,8 +515,8 @@ else:
 #
 # The paper mentions sums that are computed over the air, by adding radio signals. They need clients that send the same entries. So we count
 # how often clients do so. The records say only how many different entries all clients sent together, and not who sent which. The first
-# column of numbers therefore shows the smallest possible fraction of a client's values that belong to entries which another client sends,
-# too. The second shows the same for only those values that the client chose on its own, outside of the shared mask.
+# column of numbers therefore shows the smallest possible fraction of a client's values whose positions are also sent by another client. The
+# second shows the same for only those values that the client chose on its own, outside of the shared mask.
 #
 # The column *stays in the shared mask* shows which fraction of TCS's shared mask is also in the mask of the next round. The paper says that
 # the mask changes gradually. It gives no number, and we chose one half as the bound. The rows below `evidence` are other trainings, which
@@ -550,8 +552,8 @@ statements.save()
 # Profile `gpu` uses the paper's network (11,173,962 parameters), ten clients, 50,000 images at full size, bf16 arithmetic, and 60 of the
 # paper's 300 epochs, on one H200. The schemes and the seed were fixed before the runs. There is only one seed, so these runs are not used
 # for any verdict. The 10,000 test images are themselves a sample. If two runs erred on independent images, the 95 % half-width of their
-# difference would be 0.9 points because of this alone. (In the main table the part from images is smaller, because several runs are
-# averaged over 35,000 images, and because they err on similar images.)
+# difference would be 0.9 points because of this alone. (In the main table the part from images is smaller, because there are 35,000 images
+# and several runs, which err on similar images.)
 #
 # The column *stays* shows which fraction of the largest 1 % of entries of a dense update recur in the next round. For TCS, it shows which
 # fraction of the shared mask is also in the mask of the next round. The column *by chance* shows, for dense updates, what would recur if
@@ -588,9 +590,9 @@ if "FedAvg-L4" not in gaps:
 # ## The prediction for the paper's length
 #
 # `params/prediction.yaml` predicts the final accuracies after the paper's 300 epochs, with intervals of 90 %, and says how the numbers were
-# chosen. One version is ours. The other is an outside estimate, of which only an interval was given for TCS-L4-Q5. Both were written before
-# any run of that length with the paper's network existed, and there is still none. The predicted numbers are differences to the Baseline,
-# between single runs that are tested on 10,000 images.
+# chosen. One version is ours. For comparison there is an outside estimate, whose method we do not know; for TCS-L4-Q5 it has only an
+# interval. Both were written when the runs of 60 epochs above were known, and before any run of 300 epochs with the paper's network
+# existed. There is still none. The predicted numbers are differences to the Baseline, between single runs that are tested on 10,000 images.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 told = lab.compare_prediction(lab.ROOT / "params/prediction.yaml", results)
@@ -607,7 +609,7 @@ sentences = lab.read_sentences(lab.ROOT / "params/sentences.yaml")
 found = lab.sentences_table(sentences, judged, read, records)
 MEANS = {
     "supported": "all measured claims that belong to the sentence are supported",
-    "contradicted": "all claims that belong to the sentence are contradicted, by measurement or by counting",
+    "contradicted": "all measured claims that belong to the sentence are contradicted, or counting contradicts it",
     "open": "the interval contains the bound, or we measured nothing that decides",
     "several verdicts": "several claims belong to the sentence, and their verdicts differ",
     "by construction": "the sentence follows from the algorithm or from counting",
@@ -631,9 +633,11 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 # when it runs, and the column *shown in* names it. If several measured claims belong to a sentence and their verdicts differ, each stands
 # beside its number.
 #
-# Some names in the table: TCS-LF and TCS-PLF are TCS with two kinds of layer-wise fairness. $\phi$ is the fraction of entries that is sent,
-# $d$ the number of parameters, $q$ the number of bits of a value, $P$ the number of intervals of the quantizer, and $H$ the number of local
-# steps. If no rate is named, $\eta$ is 0.5 (0.1 for the Baseline).
+# Some names in the table: TCS-LF is TCS with layer-wise fairness of all masks, and TCS-PLF with that of the shared mask only. Rand-K sends
+# $K$ entries at random positions. The *warm-up* is the dense first epoch. A number such as ×1.114 says how many times fewer bits are sent.
+# $\phi$ is the fraction of entries that is sent ($\phi_{global}$ in the shared mask, $\phi_{local}$ in a client's own), $d$ the number of
+# parameters, $q$ the number of bits of a value, $P$ the number of intervals of the quantizer, and $H$ the number of local steps. If no rate
+# is named, $\eta$ is 0.5 (0.1 for the Baseline).
 
 # %%
 found = found[found["verdict"] != "out of scope"]
@@ -649,7 +653,8 @@ display(Markdown(lab.markdown(shown)))
 # %% [markdown]
 # ## A check of this page
 #
-# The next cell recomputes what the verdicts above must agree with.
+# The next cell recomputes every verdict from its interval and its bound, and checks that the two methods of each claim have runs with the
+# same seeds.
 
 
 # %%
@@ -675,7 +680,7 @@ print(f"Every check passed, for {len(judged)} claims and {len(records)} records.
 # %% [markdown]
 # ## What we saw
 #
-# The figure at the top shows the verdicts on the six main claims. These are the claims that hold or fail by construction.
+# The figure at the top shows the verdicts on the six main claims. The list below has those that are settled by counting.
 
 # %%
 for word, kept in (("is met", True), ("is not met", False)):
@@ -756,7 +761,8 @@ display(Markdown(lab.markdown(changed[list(columns)].rename(columns=columns).rep
 #
 # These trainings were made before `evidence`, at other sizes and lengths, and are not used for any verdict on accuracy. Most pairs of them
 # differ in several settings at once, so no difference can be traced to one setting. Their intervals are Student's t intervals over pairs of
-# runs with the same seed. The row of `evidence` uses its planned model.
+# runs with the same seed. The row of `evidence` uses its planned model. (In the row of `short`, TCS-L4 and TCS-L4-Q5, which the section
+# below has, lose the same number of points by coincidence.)
 #
 # *Sends of an entry* says how often the average entry is sent in the whole training. It is the number of rounds times $\phi_{global}$, the
 # fraction of entries in the shared mask. The first number is for one local step and the second for four (234 and 57 in the paper). The
@@ -811,7 +817,7 @@ display(
 # %% [markdown]
 # The plan of `evidence` also contains trainings of 15, 30 and 45 epochs. They have the settings of `evidence`, but fewer epochs and only
 # one seed. They are not used for any verdict. The columns with names of schemes are differences, in points, to the Baseline of the same
-# length.
+# length and seed.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 shorter = [*plans.get("3", []), *control_runs["short trainings"]]
@@ -921,8 +927,7 @@ if len(sources):
 #    images (Baseline 77.3 %, FedAvg 77.4, TCS 77.0, FedAvg-L4 76.6, TCS-L4 76.2, TCS-L4-Q5 76.4). It was used to choose the size, and its result was
 #    known when the gates were dropped.
 # 4. Seven older claims about accuracy were left out, and one was added (TCS-L4-Q5 against FedAvg-L4). The plan now has 16 claims about
-#    accuracy. The two gates were dropped before the runs, but after the pilot, in which FedAvg-L4 failed its gate. An appendix shows what they
-#    would change.
+#    accuracy. The two gates were dropped.
 # 5. When the results were known, we revised the wording of `params/claims.yaml` to make it easier to read. The schemes, bounds, numbers of seeds
 #    and the analysis are those of the plan.
 #
@@ -932,16 +937,16 @@ if len(sources):
 #
 # **Departures from the plan.** There are three.
 #
-# 1. *The bootstrap.* Its half-widths do not agree with the intervals of the model within 15 %. We changed nothing for that.
+# 1. *The bootstrap.* Its half-widths do not agree with the intervals of the model within 15 %. We kept the planned intervals.
 # 2. *Unequal clients.* The plan asked for one model of their runs and those with equal clients. But they vary by other amounts. So their
 #    intervals, in [10b_fewer_bytes](10b_fewer_bytes.ipynb), come from the differences of each pair of schemes alone. We decided this when
 #    the results were known.
 # 3. *Runs on a GPU.* Thirty-four runs were made earlier than planned, on a GPU, with bf16 as on the CPU. Which runs to make there had been
 #    decided beforehand.
 #
-#    - Seeds 6 and 7 of FedAvg, FedAvg-L4, TCS-L4 and TCS-L4-Q5. The same seeds of the other methods were made on a CPU. So for these two
+#    - Seeds 6 and 7 of FedAvg, FedAvg-L4, TCS-L4 and TCS-L4-Q5. The code had uncommitted changes then, which were committed as d5e154b. The same seeds of the other methods were made on a CPU. So for these two
 #      of eight seeds, the device differs within TCS − FedAvg and within TCS-L4-Q5 − Baseline.
-#    - Seeds 2 and 3 of the setting with unequal classes in which all clients take part, TCS-L4 and TCS-L4-Q5 at η 0.8, and the trainings of
+#    - Seeds 2 and 3 of the setting with unequal classes in which all clients take part ([10b_fewer_bytes](10b_fewer_bytes.ipynb)), TCS-L4 and TCS-L4-Q5 at η 0.8, and the trainings of
 #      15, 30 and 45 epochs. At η 0.8, the other schemes were trained on a CPU.
 #
 # **Do trainings on a GPU differ from those on a CPU?** Two checks show no large difference. (We did not compare final accuracies.) We
@@ -951,4 +956,4 @@ if len(sources):
 # seeds on the CPU.
 
 # %%
-print(f"Shown with {lab.describe_core()}, from {len(records)} records of profile {evidence}.")
+print(f"Shown with {lab.describe_core()}.")
