@@ -3,7 +3,8 @@
 This module contains the paper's whole method. It needs only torch and numpy. The paper is E.
 Ozfatura, K. Ozfatura and D. Gunduz, "Time-Correlated Sparsification for Communication-Efficient
 Federated Learning". In this file, "Alg.", "Eq." and "Sec." refer to the paper, and "line" alone
-means a line of Alg. 2. "Norm" means a layer with running statistics, such as batch norm.
+means a line of Alg. 2. "Norm" means a normalization layer with running statistics, such as batch
+norm.
 
     theta_D -> local training -> delta_D -> (+ errors_D) -> masks -> values -> Message
             -> server: average -> update_D -> theta_D
@@ -166,10 +167,9 @@ class Scheme:
     - `dense_warmup`: whether a round is dense (every entry is sent, in 32 bits) as long as the rule
       has no shared mask yet. With False, clients then send only own masks, which are larger by
       the size of the shared mask.
-    - `warmup_masks`: a whole number from 1 to 1000. If it is 1, masks always have their usual size.
-      With any other number, they are larger by a factor in those rounds for which the schedule of a
-      `Federation` gives one (`Phase.mask_factor`). The schedules of tcs_lab give this number as the
-      factor of the first rounds (the warm-up).
+    - `warmup_masks`: a whole number from 1 to 1000. If it is 1, `Phase.mask_factor` is ignored.
+      Otherwise it is applied; tcs_core does not use the number itself. (The schedules of tcs_lab
+      give the number as `Phase.mask_factor` of the first rounds, the warm-up.)
 
     How they are sent
 
@@ -190,9 +190,10 @@ class Scheme:
     - `momentum`: beta of global momentum, at least 0 and below 1 (Algorithm 3). 0: no momentum.
     - `error_accumulation`: whether a client adds what it has not sent to its next difference (Sec.
       II-B).
-    - `error_unit`: the unit in which errors keep their value when the learning rate changes:
-      "difference" (of models) or, as in the authors' code, "gradient". With momentum, errors are
-      always in units of gradients, because gradients are sent.
+    - `error_unit`: what happens to errors when the learning rate changes. With "difference", they
+      stay as they are, since they are differences of models. With "gradient", as in the authors'
+      code, a `Federation` multiplies them by the new rate divided by the last one that was not 0.
+      With momentum, errors are sums of gradients and always stay as they are.
     - `centralized`: True for centralized training, which has one client and sends nothing.
 
     The fields `phi_down`, `down_value_bits`, `down_quantizer`, `dense_warmup`, `warmup_masks`,
@@ -496,9 +497,10 @@ def register_suffix(
     - `pattern`: a regular expression for the suffix in lower case, without the dash. If it has a
       group, the group matches the number.
     - `says`: a description in a few words.
-    - `needs`: what a scheme must have so that the suffix makes sense with it: "own" (own masks of
-      the clients), "shared" (a shared mask), "masks" (masks of any kind) or "S_top" (masks of the
-      largest entries). Centralized training refuses the suffix unless "any scheme" is among them.
+    - `needs`: what a scheme must have so that the suffix makes sense with it. Any number of these
+      can be given: "own" (own masks of the clients), "shared" (a shared mask), "masks" (masks of
+      any kind), "S_top" (masks of the largest entries) and "any scheme". The last one requires
+      nothing: it allows the suffix for centralized training, which otherwise refuses it.
     - `last`: True for a suffix that changes what other suffixes have set. It is applied after them.
 
     A suffix with the same form is replaced. If several suffixes match a part of a name, the one
@@ -724,10 +726,13 @@ def _not_below(floor: float, values_D: np.ndarray, excluded_D: np.ndarray | None
 def estimate_floor(values_D: np.ndarray, k: int, excluded_D: np.ndarray | None = None) -> float:
     """Estimate a magnitude somewhat below the k-th largest from a sample of some 4,000 entries.
 
+    `top_k_positions` can then choose among the entries of at least this magnitude, which are few.
+    The estimate can be too high. If fewer than k entries reach it, `top_k_positions` tries lower
+    magnitudes.
+
     `values_D` is a float32 array. Entries in the bool array `excluded_D` (D,) do not count. For a
     vector of fewer than 16,384 entries, or if the sample has too few entries for this k, returns
-    the least float32 number above 0, which excludes only entries that are 0. The estimate can be
-    too high; `top_k_positions` allows for this.
+    the least float32 number above 0, which excludes only entries that are 0.
     """
     # The sample consists of every n-th entry (n is `step`), so about k/n of the k largest are in
     # it. The result is the m-th largest magnitude of the sample (m is `wanted`). To be safe, m is
@@ -902,11 +907,11 @@ def layerwise_top_k_positions(
     """Return the k positions that S_top chooses under layer-wise fairness (Eq. 14, 15): int64 (k,),
     ascending.
 
-    First, every layer l gets its minimum: of its d_l entries (`layer_sizes`), the ceil(phi_min *
-    d_l) largest are chosen. If fewer are not excluded, all of these are. Then the largest of all
-    entries that are not chosen yet are added, until there are k. If the minimums add up to more
-    than k, only the k largest of the entries that fill them are chosen. `excluded` is as in
-    `top_k_positions`.
+    First, every layer l nominates its ceil(phi_min * d_l) largest entries. Here d_l, from
+    `layer_sizes`, is the number of its entries. Entries in `excluded` (see `top_k_positions`) are
+    never nominated, so a layer with too few others nominates all of these. If k or more entries are
+    nominated in all, the k largest of them are chosen. Otherwise all of them are chosen, and then
+    the largest of the entries that are left, until there are k.
 
     Raises ValueError for sizes or a k that do not fit, for a `phi_min` that is not above 0 and at
     most 1, or if an entry that may be chosen is NaN. On a GPU the host waits for these checks.
@@ -1170,9 +1175,10 @@ def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
     """Return the paper's bit budget: the bits that a client sends per parameter per local step.
 
     With q bits per value (`value_bits`) and H local steps per round (`local_steps`), this is (q
-    (phi_global + phi_local) + phi_local (log2(1 / phi_local) + 2)) / H. With a `dimension` D, each
-    phi is replaced by kept(phi, D) / D, and the 32 P bits of the quantizer's P means are counted,
-    too. For centralized training, where nothing is sent, the result is nan.
+    (phi_global + phi_local) + phi_local (log2(1 / phi_local) + 2)) / H. The terms of a phi that is
+    None are left out. With a `dimension` D, each phi is replaced by kept(phi, D) / D, and the 32 P
+    bits of the quantizer's P means are counted, too. For centralized training, where nothing is
+    sent, the result is nan.
     """
     scheme, dimension = _scheme(scheme), _number(dimension)
     if scheme.centralized:
@@ -1366,7 +1372,9 @@ class Wire:
     """The format of messages in one direction, which sender and receiver must know in advance.
 
     A `Known` has two of them, `wire_up` and `wire_down`. For a format without a `Known`, call `up`
-    or `down` rather than the class itself, which checks none of its arguments.
+    or `down` rather than the class itself, which checks none of its arguments:
+
+        wire = Wire.up(Scheme.named("TCS-Q5"), layer_sizes=[1000, 10])  # from clients to the server
 
     - `value_bits`: 1 to 16, or 32 for float32 values.
     - `code`: a key of CODES.
@@ -1728,10 +1736,10 @@ class MaskRule:
     A mask may be returned as a bool tensor (D,) or as ascending int64 positions. All tensors are on
     `device`.
 
-    `keeps` names the attributes that a resumed run needs: tensors, numbers or None. A derived class
-    lists only the attributes that it adds; those of its base classes are included automatically.
-    Assign new values to these attributes and never change their tensors in place, because the old
-    values are restored after a round that fails.
+    `keeps` names the attributes that a resumed run needs, such as tensors and numbers. A derived
+    class lists only the attributes that it adds; those of its base classes are included
+    automatically. Assign new values to these attributes and never change their tensors in place,
+    because the old values are restored after a round that fails.
 
     `round` is the number of the round that began last, and `dimension` is D. `k_global` and
     `k_local` are the sizes of the shared mask and of an own mask in that round: `mask_factor` times
@@ -1824,8 +1832,9 @@ class MaskRule:
         """Return S_top, the k largest entries of a vector (D,), as positions int64 (k,), ascending.
 
         Entries in the mask `excluded_D` (D,) are not chosen. If `phi_min` is not None, the choice
-        is layer-wise fair: at least this fraction of every layer is chosen (see
-        `layerwise_top_k_positions`). For `among_K` see `top_k_positions`.
+        is layer-wise fair: of every layer, at least this fraction is chosen, as far as k and
+        `excluded_D` allow (see `layerwise_top_k_positions`). Then `among_K` is ignored. Otherwise
+        it is given to `top_k_positions`, which refuses it together with `excluded_D`.
         """
         if k == 0:
             return torch.empty(0, dtype=torch.int64, device=vector_D.device)
@@ -1841,11 +1850,14 @@ class MaskRule:
         """Raise ValueError for a state that this rule cannot load.
 
         `load_state_dict` calls this before it changes anything. The state must have exactly the
-        names in `keeps`. An attribute that is now a tensor, a number or None may become any of
-        these three. A tensor can only be replaced by a tensor with the same dtype and number of
-        dimensions, and a vector (D,) only by one of the same length. An attribute of another type,
-        such as a string, can only be replaced by one of this type. A rule that knows more about its
-        values extends this method.
+        names in `keeps`. Which values are allowed depends on what the attribute is now:
+
+        - If it is a tensor, a number or None, any of these three is allowed. But if it is a tensor
+          and the state has a tensor, too, both need the same dtype and number of dimensions and, if
+          the attribute is a vector (D,), the same length.
+        - If it is anything else, such as a string, a value of the same type is allowed.
+
+        A rule that knows more about its values extends this method.
         """
         if not isinstance(state, dict):
             _refuse("state: rule", state, "a dictionary")
@@ -1951,8 +1963,7 @@ class TCS(MaskRule):
         """Choose the next round's shared mask: S_top of the update (D,), line 5 of Algorithm 2.
 
         If all entries of the update are zero, the mask stays as it is; if there is none yet, there
-        is still none. On a GPU, an existing mask stays only if it has the size of the new one.
-        Otherwise S_top of the zeros is chosen, since the host would have to wait to see the zeros.
+        is still none. (On a GPU, an existing mask stays only if its size does not change.)
         """
         if not self.k_global:
             return
@@ -1962,8 +1973,8 @@ class TCS(MaskRule):
         # An update that is all zero, as after a step at rate 0, says nothing about which entries
         # are large, so the mask stays.
         if is_on_cpu(update_D):
-            # One entry that is not 0 is enough, and usually the first one is not. To read all of
-            # them is slow, since they are scattered.
+            # One nonzero entry shows that the update is not all zero. Usually the first one is
+            # nonzero, so the others need not be read.
             first = chosen_K[:1]
             if not update_D[first].any() and not update_D[chosen_K].any():
                 return
@@ -1973,6 +1984,8 @@ class TCS(MaskRule):
             is_update = magnitudes_K.any()
             if before_K is None and not _host_reads(is_update):
                 return
+            # `where` chooses without making the host wait, but it needs masks of the same size. If
+            # the size changes, the new mask is taken, even if the update is all zero.
             if before_K is not None and len(before_K) == len(chosen_K):
                 chosen_K = torch.where(is_update, chosen_K, before_K)
                 if self.magnitudes_K is not None:
@@ -2025,15 +2038,17 @@ class Known:
 
     Arguments
 
-    - `scheme`: a `Scheme` or its name. Raises ValueError for one with momentum or with errors in
-      units of gradients, which need a `Federation`.
+    - `scheme`: a `Scheme` or its name. Raises ValueError for one with momentum or with `error_unit`
+      "gradient", which need a `Federation`. (A `Federation` does both itself, and makes its own
+      `Known` from the scheme without them.)
     - `layer_sizes`: the numbers of entries of the parameter tensors. Their sum is D.
     - `seed`: a whole number >= 0 and below 2^64, for rules that draw random masks.
     - `device`: where the tensors are stored.
     - `order`: how each parameter lies in memory. For each parameter, this is a tuple of its
-      dimensions, outermost first, as `layout_of(parameter)` returns it. For example, it differs
-      between the memory formats contiguous and channels_last. Without `order`, nothing checks that
-      the server and the clients flatten their models in the same order.
+      dimensions, outermost first. The function `tcs_core.layout_of(parameter)` returns it: for the
+      weight of a 3x3 convolution (0, 1, 2, 3), or (0, 2, 3, 1) if it has the memory format
+      channels_last. Without `order`, nothing checks that the server and the clients flatten their
+      models in the same order.
 
     Attributes, besides these: `round` is the number of the open round or, if none is open, of the
     next one. `dense` says whether the round is dense. In a sparse round, `shared_K` (int64,
@@ -2041,11 +2056,12 @@ class Known:
     client's own mask (None if clients choose it). `rule` is the scheme's `MaskRule`. `wire_up` and
     `wire_down` are the formats of messages (`Wire`).
 
-    `status` says where the round stands. These methods set it:
+    `status` says where the round stands. It is one of the strings "closed", "open" and "averaged",
+    which are also the constants tcs_core.CLOSED, OPEN and AVERAGED. These methods set it:
 
-    - `begin` opens a round. It is refused unless the last round is CLOSED.
-    - `Server.average` sets AVERAGED, after which the server refuses further messages. If a client
-      has a separate `Known`, its status goes from OPEN to CLOSED directly.
+    - `begin` sets "open". It is refused unless the last round is closed.
+    - `Server.average` sets "averaged", after which the server refuses further messages. If a client
+      has a separate `Known`, its status goes from "open" to "closed" directly.
     - `observe` closes the round with its update. It is refused if no round is open.
     - `lose` closes a round whose average is not used. It is never refused: if no round is open, the
       number of the next one is skipped.
@@ -2137,11 +2153,10 @@ class Known:
         """Close a round whose average is not used. The mask is left as it is, and the next round
         has the next number.
 
-        Without `round`, this is the open round or, if none is open, the next one, whose number is
-        then skipped. Give its number as `round` if you do not know whether `observe` has closed it
-        already, as after an interrupt. (What `observe` has done to the mask is not undone.) The
-        next round gets the number `round` + 1 even if it would have had another one. This call is
-        never refused.
+        `round` is the number of the round to close. By default this is the open round or, if none
+        is open, the next one, whose number is then skipped. Give the number if you do not know
+        whether `observe` has closed the round already, as after an interrupt. In any case, the next
+        round gets the number `round` + 1. What `observe` has done to the mask is not undone.
         """
         self.round = (self.round if round is None else round) + 1
         self.status = CLOSED
@@ -2189,9 +2204,12 @@ class Known:
         """Raise NotFiniteError for the first sender whose stored flag says that its values were not
         finite.
 
-        `to_bytes`, `Server.finish`, `Client.receive` and `Link.to_clients` call this. Returns how
-        many entries of the mask `counted_D` (D,) are set, or 0 without a mask. On a CPU
+        `to_bytes`, `Server.finish`, `Client.receive` and `Link.to_clients` call this. On a CPU
         `require_finite` has raised the error already, and flags are not read.
+
+        Returns how many entries of the mask `counted_D` (D,) are set, or 0 without a mask.
+        `Link.to_clients` needs this number for the length of the server's message. It is counted
+        here so that, on a GPU, the host waits only once for the flags and the number.
         """
         # On a GPU this is the round's only wait for values, which is why the flags and the count
         # are read together. An ordinary round does not wait anywhere else. Layer-wise fairness,
@@ -2328,9 +2346,9 @@ class Known:
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError for a state that this object cannot load.
 
-        This is a state of another scheme, seed or model, one of a model whose parameters lie in
-        memory in another order, or an incomplete one. `load_state_dict` calls this first. Call it
-        yourself to check the states of several objects before you load any of them.
+        It refuses a state of another scheme, seed or model, a state of a model whose parameters lie
+        in memory in another order, and an incomplete state. `load_state_dict` calls this first.
+        Call it yourself to check the states of several objects before you load any of them.
         """
         check_state_version("state of Known", state)
         wanted = self._identity()
@@ -2487,8 +2505,9 @@ class Client:
         return message
 
     def intended(self, delta_D: Tensor) -> Tensor:
-        """Line 9: return the sum of the difference and the errors, (D,). It is added up in
-        `errors_D`, which is returned. Without errors, the difference itself is returned."""
+        """Line 9: return the sum of the difference and the errors, (D,). The difference is added to
+        `errors_D` in place, and `errors_D` is returned. If error accumulation is switched off, the
+        difference itself is returned."""
         return delta_D if self.errors_D is None else self.errors_D.add_(delta_D)
 
     def own_positions(self, intended_D: Tensor) -> Tensor:
@@ -2572,7 +2591,8 @@ class Client:
 
         Give the vector that `send` was called with. If nothing was subtracted from the errors since
         then, they return to their values before `send`, except for rounding. The message in flight
-        is forgotten. The client still counts as one that has sent in this round.
+        is forgotten, so `sent_in` returns False. But `Known.senders` still contains this client, so
+        that `send` refuses a second message in this round.
         """
         self.in_flight = None
         if self.errors_D is not None:
@@ -2595,8 +2615,8 @@ class Client:
                 tensor.zero_()
 
     def scale_(self, factor: float) -> None:
-        """Multiply the errors and all other kept tensors by a factor, because their unit
-        changes."""
+        """Multiply the errors and all other tensors that `keeps` names by a factor, because their
+        unit changes. `Compressor.scale_errors_` calls this and says when."""
         for tensor in self._kept_tensors().values():
             if tensor is not None:
                 tensor.mul_(factor)
@@ -2605,7 +2625,8 @@ class Client:
         return {name: getattr(self, name) for name in names_to_keep(self)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the errors and of a message in flight, if there is one."""
+        """Return a copy of the tensors that `keeps` names (here, of the errors) and of the message
+        in flight, if there is one."""
         flight = None if self.in_flight is None else self.in_flight._asdict()
         parts = {"number": self.number, "in_flight": flight} | self._kept_tensors()
         return _by_value({"version": STATE_VERSION} | parts)
@@ -2613,8 +2634,9 @@ class Client:
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError for a state that this client cannot load.
 
-        This is the state of another client, one with errors of another size, or one in which
-        something is missing or has the wrong type. `load_state_dict` calls this first.
+        It refuses the state of a client with another number, a state with errors of another size,
+        and a state in which something is missing or has the wrong type. `load_state_dict` calls
+        this first.
         """
         check_state_version("state of Client", state)
         wanted = {
@@ -2840,14 +2862,19 @@ class Server:
         return update_D, reply
 
     def drop(self) -> None:
-        """Forget the messages that were added, because the round is over or has failed."""
+        """Forget the messages that were added, because the round is over or has failed.
+
+        You need not call this: `finish` and `load_state_dict` do, and so does `add` for the first
+        message of a new round. A derived class can extend it to reset its own attributes.
+        """
         if self.heard:
             self.explored_D.zero_()
         self.heard, self.average_D, self.opening = [], None, None
         self.sum_D = self.sum_D.new_zeros(0)
 
     def scale_(self, factor: float) -> None:
-        """Multiply the downlink's errors by a factor, because their unit changes."""
+        """Multiply the errors of a compressed downlink by a factor, because their unit changes.
+        `Compressor.scale_errors_` calls this and says when."""
         if self.downlink is not None:
             self.downlink.scale_(factor)
 
@@ -2985,7 +3012,8 @@ class Traffic(NamedTuple):
       OVERHEAD_BYTES (20) for header and checksum.
     - `bytes_down`: the length of the server's message in bytes, also with header and checksum.
     - `heard`: the numbers of the clients whose messages were averaged.
-    - `refused`: those of the clients whose messages were left out, and are not counted.
+    - `refused`: the numbers of the clients whose messages were left out of the average (see
+      `Link`). The lengths above do not include these messages.
 
     Centralized training (Baseline) sends nothing. Nevertheless, its round is counted here as one
     dense message in each direction. (The function `bit_budget` returns nan for such a scheme.)
@@ -3023,11 +3051,12 @@ class Compressor:
       that `step` is given. Its shape is (0, D) if the scheme keeps no errors.
     - `traffic`: the `Traffic` of the last round that succeeded; all 0 before the first. `bits_up`,
       `bits_down`, `bytes_up` and `bytes_down` are its fields of the same names.
-    - `known`, `server` and `clients`: the `Known`, the `Server`, and a dictionary from numbers to
-      each `Client`. `rule` is the `MaskRule`.
+    - `known`, `server` and `clients`: the `Known`, the `Server`, and a dictionary from the clients'
+      numbers to the `Client` objects. `rule` is the `MaskRule`.
 
-    Raises ValueError for a scheme that needs more than compression: for global momentum, and for
-    errors in units of gradients, use a `Federation`.
+    Raises ValueError for a scheme with momentum or with `error_unit` "gradient", which need a
+    `Federation`. (A `Federation` does both itself. It makes its own `Compressor` from the scheme
+    without them.)
     """
 
     def __init__(
@@ -3063,13 +3092,13 @@ class Compressor:
         """Do one round: take the clients' model differences (N, D) and return their compressed
         average (D,), both float32.
 
-        Each client adds its errors, sends the values on the shared mask and on its own, and keeps
-        the rest as its errors (lines 9 to 13 of Algorithm 2). The server averages what was sent and
-        sends the average back (lines 15 and 16), from which the next shared mask is chosen (line
-        5). With `dense`, as in a warm-up, every entry is sent and nothing is quantized. A scheme
-        that takes its mask from an update makes its first round dense unless its `dense_warmup` is
-        False. `clients` lists who takes part; the others keep their errors. `deltas_ND` is not
-        changed.
+        Each client adds its errors, sends the values on the shared mask and on its own mask, and
+        keeps the rest as its errors (lines 9 to 13 of Algorithm 2). The server averages what was
+        sent and sends the average back (lines 15 and 16), from which the next shared mask is chosen
+        (line 5). With `dense`, as in a warm-up, every entry is sent and nothing is quantized. A
+        scheme that takes its mask from an update makes its first round dense unless its
+        `dense_warmup` is False. `clients` lists who takes part; the others keep their errors.
+        `deltas_ND` is not changed.
 
         Raises NotFiniteError or ValueError, with nothing changed, for deltas or clients that cannot
         be used. On a GPU it turns out only at the end of the round that a delta is not finite: then
@@ -3247,7 +3276,8 @@ class Compressor:
     bytes_down = property(lambda self: self.traffic.bytes_down)
 
     def keep_errors_in(self, errors_ND: Tensor) -> None:
-        """Use the memory of this tensor for the errors, for instance that of a file.
+        """Use the memory of this tensor for the errors. It may, for instance, be a tensor that is
+        mapped to a file (`torch.from_file`), if the errors do not fit into memory.
 
         `errors_ND` must have the shape and the dtype (float32) of the attribute `errors_ND`, be on
         the compressor's device, and hold zeros. The last two are not checked. Call this before the
@@ -3265,8 +3295,13 @@ class Compressor:
             client.errors_D = errors_D
 
     def scale_errors_(self, factor: float) -> None:
-        """Multiply all errors by a factor, because their unit changes. Raises ValueError for a
-        factor that is not finite."""
+        """Multiply the errors of all clients and of the server by a factor, to convert them to
+        another unit.
+
+        With the scheme's `error_unit` "gradient", `Federation.round` calls this when the learning
+        rate changes, because the same gradient then stands for another model difference. Raises
+        ValueError for a factor that is not finite.
+        """
         self._check_usable()
         factor = _number(factor)
         if not isinstance(factor, Real) or not math.isfinite(factor):
@@ -3346,14 +3381,16 @@ class Phase(NamedTuple):
     """What a schedule returns for a round. A schedule is a function from the round's number,
     counted from 0, to a Phase or a learning rate.
 
-    - `eta`: the learning rate of the local steps, a finite number >= 0.
+    - `eta`: the learning rate of the local steps, a finite number >= 0. (Without a schedule,
+      `Federation.schedule` returns a Phase whose `eta` is NaN: the local optimizer has its own
+      rate.)
     - `dense`: whether every entry is sent in this round.
     - `mask_factor`: a whole number from 1 to 1000. In this round the shared mask and the clients'
       own masks have this many times their usual numbers of entries (but not more than there are).
       It is ignored if the scheme's field `warmup_masks` is 1, its default.
 
-    `Federation.round` raises ValueError for another `eta` and, unless it is ignored, for another
-    `mask_factor`.
+    If a schedule returns another `eta`, `Federation.round` raises ValueError. The same is true of
+    another `mask_factor`, unless it is ignored.
     """
 
     eta: float
@@ -3383,7 +3420,7 @@ class Federation:
       or running statistics into it between two rounds, training continues from these. If you change
       which parameters are trained, the next round raises a ValueError that names the parameter:
       make a new Federation of the module. A forward pass may also change other state of the module,
-      such as a teacher model or the vectors of spectral norm. All clients share this state: each
+      such as a teacher model or the vectors of nn.utils.spectral_norm. All clients share it: each
       continues from what the client before it has left. It is not averaged, and it is not restored
       after a failed round.
     - `feed`: a list with one iterable of batches per client, or an object like `Feed`. The batches
@@ -3403,25 +3440,28 @@ class Federation:
     - `weights`: the clients' weights in the average (see `Server`), also in the average of running
       statistics. Without it, all are equal.
     - `link`: how messages travel (see `Link`).
-    - `seed`: for rand-K's masks, for the random numbers that clients draw in torch, and for the
-      order of batches if `feed` is a list. Torch's own random state is restored after every round.
+    - `seed`: for all masks that are drawn at random (such as those of rand-K), for the random
+      numbers that clients draw in torch, and for the order of batches if `feed` is a list. Torch's
+      own random state is restored after every round.
     - `trainer`: a function that is called with the arguments of `LocalTrainer` and returns one. A
       class derived from `LocalTrainer` can run the same local steps in another way.
 
-    All parameters that are trained are averaged, including those of a head or of a norm. If each
-    client is to have a separate head, keep it outside the module that is given here, and let `loss`
-    apply it (notebook 15 shows how). The weights of a batch norm inside the module are always
-    averaged. Only its running statistics differ between clients; `evaluated` uses their average.
+    All parameters that are trained are averaged, including those of a head or of a normalization
+    layer. If each client is to have a separate head, keep it outside the module that is given here,
+    and let `loss` apply it (notebook 15 shows how). The weights of a batch norm inside the module
+    are always averaged. Only its running statistics differ between clients; `evaluated` uses their
+    average.
 
     Attributes
 
     - `theta_D` (D,): the parameters. `round` and `state_dict` first read them from the module, and
       `load_state_dict` writes them into it, so writing to `theta_D` itself has no effect.
-    - `statistics_NS` (N, S): one row per client with the running means and variances of all norms.
-      S is the number of entries of these.
+    - `statistics_NS` (N, S): one row per client with the running means and variances of all
+      normalization layers. S is the number of entries of these.
     - `momentum_D` (D,): the server's momentum, or None if the scheme has no global momentum.
     - `compressor`: the `Compressor`. Its errors are in units of model differences or, with global
-      momentum, of gradients.
+      momentum, of gradients. Its scheme has `momentum` 0 and `error_unit` "difference", because
+      the Federation itself applies momentum and converts errors.
     - `active`: the clients whose messages were averaged in the last round.
     - `t`: the number of rounds begun.
     - `losses_N`: each client's sum of losses over local steps, including those of failed rounds,
@@ -3502,9 +3542,10 @@ class Federation:
         optimizers of the clients that had trained. If a client's difference was not finite, its
         local optimizer is replaced by a new one.
 
-        After the exchange, theta is updated. An exception during this, for instance from Ctrl-C or
-        from a `server_optimizer`, cannot be undone in this way. Then `round`, `evaluated`,
-        `averaged_state_dict` and `state_dict` raise ValueError until a state is loaded.
+        At the end of the round, after the messages were averaged, theta is updated. If an exception
+        comes then, for instance from Ctrl-C or from a `server_optimizer`, the round is not undone
+        and stays half done. After that, `round`, `evaluated`, `averaged_state_dict` and
+        `state_dict` raise ValueError until a state is loaded.
         """
         chosen = self.compressor.check_clients(clients)
         self._check_usable("round")
@@ -3541,10 +3582,11 @@ class Federation:
         return update_D
 
     def schedule(self, t: int) -> Phase:
-        """Return the `Phase` of round t. Without a schedule, its learning rate is NaN.
+        """Return the `Phase` of round t. Without a schedule, its `eta` is NaN, which means that the
+        local optimizer keeps its own rate.
 
-        Raises ValueError if the schedule gives anything but a finite learning rate >= 0, or a Phase
-        with one.
+        A schedule must give a finite learning rate >= 0, or a Phase with such a rate. Otherwise,
+        this raises ValueError.
         """
         if self._schedule is None:
             return Phase(math.nan)  # the optimizer keeps its rate
@@ -3564,9 +3606,9 @@ class Federation:
     ) -> Tensor:  # fmt: skip
         """Let these clients train, send and receive in round t; return the update (D,).
 
-        `round` calls this. It has to run inside `LocalTrainer.lend_module`. `t` and `eta` may be
-        tensors, so that a round can be captured as a CUDA graph. The other arguments are those of
-        `Compressor.round`.
+        `round` calls this. It has to run inside `LocalTrainer.lend_module`. `eta` is the learning
+        rate of the local steps. `t` and `eta` may be tensors with one number, so that a round can
+        be captured as a CUDA graph. The other arguments are those of `Compressor.round`.
         """
 
         def difference(n: int) -> Tensor:
@@ -3613,10 +3655,10 @@ class Federation:
 
         Use it as `with fed.evaluated() as model`.
 
-        Inside, norms use the running statistics that the module has between two rounds. These are
-        averages over the clients that were heard in the last round. To use others, give them as
-        `statistics_S` (S,), such as a row of `statistics_NS`. Afterwards modes and statistics are
-        restored. Inside, `round` and `load_state_dict` raise ValueError.
+        Inside, normalization layers use the running statistics that the module has between two
+        rounds. These are averages over the clients that were heard in the last round. To use
+        others, give them as `statistics_S` (S,), such as a row of `statistics_NS`. Afterwards modes
+        and statistics are restored. Inside, `round` and `load_state_dict` raise ValueError.
         """
         self._check_usable("evaluated", shown=True)
         modules = list(self.model.modules())
@@ -3634,8 +3676,8 @@ class Federation:
             _set_modes(modules, modes)
 
     def averaged_state_dict(self) -> dict[str, Any]:
-        """Return a copy of the module's state, in which norms have averaged statistics: the state
-        to save for later use of the model."""
+        """Return a copy of the module's state, in which normalization layers have averaged running
+        statistics. Save it for later use of the model."""
         with self.evaluated() as model:
             return {key: _by_value(value) for key, value in model.state_dict().items()}
 
@@ -3754,10 +3796,10 @@ class LocalTrainer:
     `Federation` makes one and calls its methods.
 
     Clients take turns on the module, which is used for training during a round and restored after
-    it. All of them start from `theta_D` (D,). Each client has a row of the norms' running
-    statistics in `statistics_NS`, a sum of losses in `losses_N` and, with `local_optimizer`, an
-    optimizer. The arguments are those of `Federation`. A class derived from this one may train
-    several clients at the same time: `begin` tells it which clients come next.
+    it. All of them start from `theta_D` (D,). Each client has a row in `statistics_NS` with the
+    running statistics of its normalization layers, a sum of losses in `losses_N` and, with
+    `local_optimizer`, an optimizer. The arguments are those of `Federation`. A class derived from
+    this one may train several clients at the same time: `begin` tells it which clients come next.
     """
 
     first_eta: float | None = None  # the first rate of a schedule that sets optimizers' rates
@@ -3784,8 +3826,8 @@ class LocalTrainer:
     def use(self, model: nn.Module) -> None:
         """Train on this module from now on, and allocate memory for gradients.
 
-        The constructor calls this, and then `make_views`. Code that trains on a copy of the module
-        does the same with a copy of the trainer.
+        The constructor calls this, and then `make_views`. If you want to train on a copy of the
+        module, copy the trainer, and call these two methods of the copy.
         """
         self.model, self.flat = model, FlatView(model)
         moves = self.scheme.local_steps > 1 or self.local_optimizer is not None
@@ -3809,10 +3851,10 @@ class LocalTrainer:
         """
 
     def difference(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
-        """Return client n's model difference in round t (Eq. 3), (D,) or, with global momentum, the
-        sum of its gradients.
+        """Return client n's model difference in round t (Eq. 3) or, with global momentum, the sum
+        of its gradients. Both have the shape (D,).
 
-        The next call overwrites it.
+        The next call overwrites the vector that is returned.
         """
         if self.local_optimizer is not None:
             return self._train_with_optimizer(n, t, eta)
@@ -3867,9 +3909,12 @@ class LocalTrainer:
         """Return client n's optimizer. If it has none yet, make one with `local_optimizer`.
 
         `made` is a dictionary from clients to the optimizers that exist so far; a new one is added
-        to it. `difference` gives the attribute `optimizers`. When a state is loaded, it is a copy
-        of this. Raises ValueError if `local_optimizer` returns anything but a new optimizer of the
-        module's parameters, or one with another learning rate than the schedule's first.
+        to it. In training, this is the attribute `optimizers`. When a state is checked before it is
+        loaded, it is a copy of the attribute, which therefore does not change.
+
+        Raises ValueError if `local_optimizer` returns something else than an optimizer of the
+        module's parameters, returns an optimizer that is in `made` already, or has given it another
+        learning rate than the schedule's first.
         """
         if n not in made:
             found = cast(Any, self.local_optimizer)(self.flat.parameters)
@@ -3953,11 +3998,11 @@ class LocalTrainer:
         """Put the module into training mode for a round, and restore it afterwards. This is a
         context manager; `Federation.round` does the round inside of it.
 
-        After the round, the module gets its earlier modes and gradients back. Its running
-        statistics are set to the attribute `left_S` (S,), those that it has between two rounds.
-        Before the end of a successful round, `Federation.round` sets `left_S` to the clients'
-        average. If anything is raised, theta is copied into the module and the clients' statistics
-        are restored, too. Torch's random state is restored in any case.
+        After the round, the module gets its earlier modes and gradients back. It also gets the
+        running statistics in the attribute `left_S` (S,). At the end of a successful round,
+        `Federation.round` has stored the clients' average there. Otherwise, `left_S` still has the
+        statistics from before the round. If anything is raised, theta is copied into the module,
+        and the clients' statistics are restored, too. Torch's random state is restored in any case.
         """
         modules, buffers = list(self.model.modules()), self.flat.statistics_buffers()
         modes = list(map(_TRAINING, modules))
@@ -3989,7 +4034,7 @@ class LocalTrainer:
             _set_modes(modules, modes)
 
     def average_statistics(self, clients: list[int], weights: list[float] | None) -> Tensor:
-        """Return the average of these clients' norm statistics by their weights, (S,)."""
+        """Return the average of these clients' running statistics by their weights, (S,)."""
         rows_NS = self.statistics_NS[clients]
         if weights is None:
             return rows_NS.mean(0)
@@ -4244,22 +4289,26 @@ class Feed:
     """Batches from one iterable per client, such as a DataLoader. An iterable that ends is started
     again.
 
-    At the beginning of every pass over a client's iterable, torch's random numbers are seeded from
-    (seed, client, pass), so that a loader shuffles in the same way again when a run is resumed.
-    Once the pass has begun, torch's global random state is restored. (But a loader with persistent
-    workers draws one number from it when its first pass begins.) The `generator` of the loader and
-    those of its samplers are seeded, too, and not restored. Before that, `set_epoch` is called with
-    the number of the pass, counted from 0, on everything that has such a method: the iterable, its
-    data set, its samplers, and the objects that these contain. (If several clients share a data
-    set, each of them calls it.) Two kinds of random numbers are not repeated after a resume: those
-    that are drawn later in a pass, such as for a shuffle buffer, and those that are drawn by numpy.
+    At the beginning of every pass over a client's iterable, `set_epoch` is called with the number
+    of the pass, counted from 0, on everything that has such a method: the iterable, its data set,
+    its samplers, and the objects that these contain. (If several clients share a data set, it is
+    called for each of them.) Then torch's random numbers are seeded from (seed, client, pass), so
+    that a loader shuffles in the same way again when a run is resumed. The `generator` of the
+    loader and those of its samplers are seeded, too. Once the pass has begun, torch's global random
+    state is restored, but not these generators. (The first pass of a loader with persistent workers
+    may advance the global state by one number.) Two kinds of random numbers are not repeated after
+    a resume: those that are drawn later in a pass, such as for a shuffle buffer, and those that are
+    drawn by numpy.
 
     Your own feed class needs `clients`, the number of clients, and `batch(n, round, tau)`. It may
     have `state_dict`, `check_state` and `load_state_dict`, for states of a `Federation`.
 
     Raises ValueError for anything but a list of iterables, for an iterator that two clients share,
-    and for loaders with more than 16 workers in all (`most_workers`). Persistent workers keep their
-    own copies of the data set. They are refused if `set_epoch` would have to be called on these.
+    and for loaders with more than 16 workers in all. To allow more, set the class attribute
+    `Feed.most_workers` before you make a feed. A loader with persistent workers is refused if two
+    clients share it, or if its data set has `set_epoch`. (These workers have their own copies of
+    the data set, on which `set_epoch` is not called. If the data set has a tensor or a value in
+    shared memory, where it can store the number, the loader is accepted.)
     """
 
     # for all loaders together: each worker is a process that keeps files open during the training
@@ -4668,18 +4717,18 @@ class TCSState:
 
     1. `phi_global` and `phi_local` are the fractions of a bucket's entries that are sent: on the
        mask that all ranks share, and on each rank's own mask. None means that there is no such
-       mask; without phi_global, the method is top-K. The defaults were better than the paper's
-       shares, which are `PAPER_SHARES`, in our trainings with two ranks (notebook 12).
-    2. The first `start_iter` (at least 1) steps are a plain all-reduce. In the trainings whose
-       losses the README reports, these were 100 of 5,100 steps, in which the learning rate had its
-       warm-up. We have not searched for the best number.
+       mask; without phi_global, the method is top-K. The example uses the paper's fractions, which
+       are `PAPER_SHARES`. In our trainings with two ranks, the defaults were better (notebook 12).
+    2. The first `start_iter` (at least 1) steps are a plain all-reduce. We used 100 of 5,100 steps,
+       those of the learning rate's warm-up. We have not searched for the best number.
     3. `error_accumulation` adds what was not sent to the next gradient. Leave it on.
     4. `model` is the DistributedDataParallel module. With it, the process group is the model's, and
        errors and masks are stored by parameter name. A state can then be loaded even if parameters
        come in another order or in other buckets. Without `model`, give `process_group` if the model
        is on some ranks only. Errors and masks are then stored in the order in which parameters come
-       in the first step. A state is refused if parameters come in other shapes, another order or
-       other buckets. If two parameters of equal shape are exchanged, this is not noticed.
+       in the first step. A loaded state is refused if, in the first step after loading, parameters
+       come in other shapes, another order or other buckets than in the first step of the run that
+       saved it. Only an exchange of two parameters of equal shape is not noticed.
     5. `can_undo` allows `undo` to take the last step back. It costs one float32 copy of the
        gradients, and with `momentum` two.
     6. `momentum` is for SGD with momentum: give it to the hook, and give the optimizer none. (The
@@ -4725,9 +4774,11 @@ class TCSState:
     be loaded, but not its errors: see `load_state_dict`. The object itself cannot be copied or
     pickled, which raises TypeError, because a process group cannot be.
 
-    A resumed run can differ slightly from one without a stop. DDP rebuilds its buckets after its
-    first step, so the first step after loading may choose masks within other buckets, or meet the
-    entries in another order.
+    A resumed run can differ slightly from one without a stop. Every run of DDP begins with the same
+    buckets and usually rebuilds them after its first step. So in the first step after loading,
+    masks may be chosen within other buckets than in the step before the stop, or entries may come
+    in another order. (This holds without `model`, too: there, a state is compared with first steps
+    only.)
 
     Values are not quantized, since an all-reduce has to add them up. PyTorch's own
     bf16_compress_wrapper(tcs_hook) halves the bytes of "dense" and "shared". When a rank's values
@@ -4735,13 +4786,17 @@ class TCSState:
     corrected.
 
     If a gradient is not finite on some rank, the bucket's gradient becomes NaN on all ranks, so
-    that every GradScaler skips the step. Errors, mask and momentum then stay the same, except for
-    rounding. DDP does not give the average to parameters that no rank has used, so what was sent
-    for them has no effect. It is therefore not subtracted from the errors, and their momentum stays
-    the same. (In a dense step, the momentum of such a parameter decays.) A parameter counts as
-    unused if its gradient was 0 everywhere. Errors and momentum are in the units of the gradients
-    that DDP passes to the hook. When a GradScaler changes its scale, they are not converted to the
-    new scale.
+    that every GradScaler skips the step. Errors, mask and momentum of this bucket then stay the
+    same, except for rounding. Those of other buckets change as usual, so what these have sent is
+    lost with the skipped step, unless you take this step back with `undo`.
+
+    DDP does not give the average to parameters that no rank has used, so what was sent for them has
+    no effect. It is therefore not subtracted from the errors, and their momentum stays the same.
+    (In a dense step, the momentum of such a parameter decays.) A rank counts as having used a
+    parameter if an entry of the parameter's gradient is not 0 on this rank.
+
+    Errors and momentum are in the units of the gradients that DDP passes to the hook. When a
+    GradScaler changes its scale, they are not converted to the new scale.
 
     Raises ValueError for a fraction, a start_iter or a momentum that is not allowed, for a group
     that this rank is not in, or for a model that is not a DistributedDataParallel or has another
@@ -5021,8 +5076,8 @@ class TCSState:
         """Raise ValueError for a state that cannot be loaded here. `load_state_dict` calls this
         first.
 
-        This is a state with other settings, an incomplete one, or one of other parameters, as far
-        as the parameters are known yet.
+        It refuses a state with other settings, an incomplete state, and a state of other
+        parameters, as far as the parameters are known yet.
         """
         key = "TCSState: state"
         check_state_version(key, state)
