@@ -4744,10 +4744,10 @@ class TCSState:
     use under `model.no_sync()`. Examples are a GAN's generator pass through its discriminator, the
     first of sharpness-aware minimization's two passes, and a pass that only inspects gradients. If
     gradients are accumulated over several passes, run all passes but the last one under
-    `model.no_sync()`. If you skip a step because of the values of its averaged gradients, take it
-    back with `undo`. With `error_accumulation`, the state warns once if no optimizer step followed
-    a sparse backward pass. It notices this when the next backward pass finds the parameters
-    unchanged.
+    `model.no_sync()`. The forward pass has to be inside, too. If you skip a step because of the
+    values of its averaged gradients, take it back with `undo`. With `error_accumulation`, the state
+    warns once if no optimizer step followed a sparse backward pass. It notices this when the next
+    backward pass finds the parameters unchanged.
 
     Masks are chosen per bucket, so that buckets are sent while the backward pass is still running.
     If `bucket_cap_mb` is large enough for the whole model, there is one bucket, and the selection

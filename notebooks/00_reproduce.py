@@ -10,9 +10,9 @@
 # # 00 · Reproduce every table and figure
 #
 # The paper *Time-Correlated Sparsification* (TCS) trains one network at many clients, which send only a small part of their updates. This
-# notebook compares the paper's accuracies with ours, and then draws its Tables 1 to 3 and Figures 3 to 5. As it stands, it trains nothing and
-# needs no data. It draws the stored results (*records*) of profile `evidence`. (A *profile* is a file in `params/` that names the data, the
-# network and the number of epochs.) The grey bars are folded code cells: click one to open it. The second one holds the settings.
+# notebook compares the paper's accuracies with ours, and then draws its Tables 1 to 3 and Figures 3 to 5. As it stands, it trains nothing
+# and needs no data. It draws the stored results (*records*) of profile `evidence`. (A *profile* is a file in `params/` that names the data,
+# the network and the number of epochs.) The grey bars are folded code cells: click one to open it. The second one holds the settings.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import io
@@ -135,12 +135,13 @@ def beside(difference: float) -> str:
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
+drawn_runs = {record["digest"]: record for record in [*records, *found]}.values()
 measured = traffic[(traffic["n"] > 0) | (traffic["diverged"] > 0)]
 if len(measured):
     setting = records[0]["provenance"]["dataset"], records[0]["config"]["epochs"]
     display(Markdown(
         "**In short.** We compare final test accuracies, in percentage points, with that of centralized training, which is "
-        f"called the *Baseline*. TCS {ended('TCS')}. TCS-L4-Q5, which is TCS with four local steps per round and 5-bit "
+        f"called the *Baseline*. These numbers are for the learning rate of the paper's Table 1. TCS {ended('TCS')}. TCS-L4-Q5, which is TCS with four local steps per round and 5-bit "
         f"values, {ended('TCS-L4-Q5')}. FedAvg, which is federated training without compression, {ended('FedAvg')}. The "
         "paper has no result of FedAvg."))  # fmt: skip
     display(Markdown(lab.markdown(pd.DataFrame([compared(row) for row in measured.itertuples()]))))
@@ -149,13 +150,17 @@ if len(measured):
     lab.draw_megabytes_figure(traffic, heading).savefig(picture, format="png", dpi=130)
     words = f"{heading}. The numbers are those of the table above."
     display(Image(picture.getvalue(), width=560, alt=words))
-print(f"This page is drawn from {len(records)} records in results/{shown}/runs/.")
+print(f"This page is drawn from {len(drawn_runs)} records in results/{shown}/runs/.")
 
 # %% [markdown]
-# In the picture, methods further to the left send and receive less. The grey band is centralized training. The suffix -L4 in a name means
-# four local steps per round, and -Q5 means values of 5 bits. [09_your_own_scheme](09_your_own_scheme.ipynb) explains all suffixes. In *top-K*,
+# In the picture, methods further to the left send and receive less. The grey band is centralized training. Each point is a mean over seeds.
+# Its bar, and the height of the band, is one standard deviation. The megabytes are those that one client sends and receives in the whole
+# training. The suffix -L4 in a name means four local steps per round, and -Q5 means values of 5 bits. In the tables below, -LF means that
+# every layer gets a minimum share of all masks, -PLF the same of the shared mask only, and *Global Momentum* that the server and all
+# clients apply the same momentum to the averaged update. [09_your_own_scheme](09_your_own_scheme.ipynb) explains all suffixes. In *top-K*,
 # every client sends the largest entries of its own update together with their positions. The paper trains a larger network for longer, so
-# its accuracies are higher than ours. The differences from the Baseline can be compared.
+# its accuracies are higher than ours. So compare the differences from the Baseline. Even these need not be equal, because our training is a
+# smaller one.
 #
 # ## Make it yourself
 #
@@ -166,8 +171,8 @@ print(f"This page is drawn from {len(records)} records in results/{shown}/runs/.
 #
 # *Run time*: seconds as it stands, and three to seven minutes for profile `quick` on two cores. *Read before*: the README.
 #
-# You can also change the settings in the second grey bar and run all cells again. A setting that is `None` takes its value from the profile's
-# file, or else from the paper. For example:
+# You can also change the settings in the second grey bar and run all cells again. A setting that is `None` takes its value from the
+# profile's file, or else from the paper. For example:
 #
 # - `tables = [3]` draws only the table with momentum and its figure.
 # - Another name in `points`, such as `"TCS-L2"`, adds a row and a point to the picture. That point lies between TCS and TCS-L4.
@@ -176,8 +181,8 @@ print(f"This page is drawn from {len(records)} records in results/{shown}/runs/.
 #
 # ## All tables and figures
 #
-# Tables and figures are shown here and saved in `results/<profile>/`. In three cases they are only shown: if you change a setting of the
-# profile, if a new profile has no record yet for some of its methods, or if the folder cannot be written.
+# Tables and figures are shown here and saved in `results/<profile>/`. They are only shown, and not saved, if you change a setting of the
+# profile, if some methods of a profile have no record yet, or if the folder cannot be written.
 
 # %%
 changed = not profile and given.keys() - {"tables", "points", "evidence"}
@@ -204,15 +209,18 @@ for t, table in drawn.items():
         display(Image(table.picture, width=700, alt=alternative(t)))
 
 # %% [markdown]
-# **How to read them.** Each table is followed by its figure. A figure shows the training curves on the left, and their last points,
+# **How to read them.** Each table is followed by its figure. A figure shows the training curves on the left, and the end of these curves,
 # enlarged, on the right. In profile `evidence` the last epoch is tested on 35,000 images: the test images, and those training images that
 # no run trained on. All earlier epochs are tested on the 10,000 test images alone. The step at epoch 80 comes from this change and not from
 # learning.
 #
 # Differences from the Baseline are in percentage points, with 95 % intervals. In profile `evidence` our intervals come from one statistical
 # model of all runs, which was fixed before the first run. It allows for an effect of each seed. So where a method has fewer seeds than the
-# Baseline, its difference can deviate from the difference of the two accuracies that are printed. The Baseline is the same in all tables. [13](13_evidence.ipynb) judges the paper's claims by the same model. Other profiles
-# have no such model. Their intervals are Student's t intervals over the seeds that a method and the Baseline have in common.
+# Baseline, its difference can deviate from the difference of the two accuracies that are printed. The learning rate η in a table's title is
+# the paper's. In our runs it is scaled to our smaller batches. The Baseline has a rate of its own and is the same in all tables, also in
+# Table 3: there, compare the methods with momentum with *Baseline-Momentum*. (The paper prints slightly different deviations for the same
+# runs in its Tables 1 and 3.) [13](13_evidence.ipynb) judges the paper's claims by the same model. Other profiles have no such model. Their
+# intervals are Student's t intervals over the seeds that a method and the Baseline have in common.
 #
 # Bits are counted per parameter and local step. The first number is the paper's formula. The second is counted in the messages that were
 # sent after the warm-up (the first epochs, in which nothing is compressed). The last column says how many megabytes one client sends and
@@ -228,8 +236,10 @@ for t, table in drawn.items():
 
 # %%
 assert all(table.picture for table in drawn.values()) or not records, "a figure is missing"
-diverged = [r for r in records if r["status"] == "diverged"]
-print(f"All tables and figures have been drawn. Of {len(records)} runs, {len(diverged)} diverged.")
+diverged = [r for r in drawn_runs if r["status"] == "diverged"]
+print(
+    f"All tables and figures have been drawn. Of {len(drawn_runs)} runs, {len(diverged)} diverged."
+)
 
 # %% [markdown]
 # ## What we saw

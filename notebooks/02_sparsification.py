@@ -14,16 +14,16 @@
 # - choose entries by $S_{top}$, and keep what is left out for later rounds,
 # - say what top-K costs: it must send positions, and the server's message becomes large.
 #
-# **Claim (Sec. I-B, I-C and II-B, Fig. 2).** *Top-K* sends the K entries of largest magnitude, *rand-K* sends K entries drawn at
-# random. With the same number of entries, top-K keeps far more of an update, and error accumulation recovers what it
-# leaves out. But top-K has two costs. A position takes more bits than a quantized value does. And each client chooses other
-# entries, so the message that the server sends back contains many more entries than a client's. The paper's own method,
-# *time-correlated sparsification* (TCS), lets all clients send mostly the same entries. Here it only serves as a comparison.
+# **Claim (Sec. I-B, I-C and II-B, Fig. 2).** *Top-K* sends the K entries of largest magnitude, *rand-K* sends K entries drawn at random.
+# With the same number of entries, top-K keeps far more of an update, and error accumulation recovers what it leaves out. But top-K has two
+# costs. If 1 % of the entries are sent, a position takes more bits than a quantized value does. And each client chooses other entries, so
+# the message that the server sends back contains many more entries than a client's. The paper's own method, *time-correlated
+# sparsification* (TCS), lets all clients send mostly the same entries. Here it only serves as a comparison.
 #
 # *Run time*: about 30 s on two cores of a Xeon. *Read before*: [01_fedavg](01_fedavg.ipynb).
 #
-# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The second grey bar hides the parameters.
-# Change them there and run all cells again. For example:
+# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The second grey bar hides the parameters. Change
+# them there and run all cells again. For example:
 #
 # - `phi = 0.1` should bring rand-K closer to top-K, because both then send ten times as many entries.
 # - `federation_sizes = [1, 50]` should show that the server's message grows much more with top-K than with TCS.
@@ -92,9 +92,9 @@ print(lab.forecast_trainings([base] * 6))  # five in a moment, and TCS further d
 # %% [markdown]
 # ## Five trainings
 #
-# The sections below look at updates from real training, so the training comes first. We train one federation without
-# compression, and federations with top-K and with rand-K. Each of these two is trained with error accumulation and without it
-# (the section *Error accumulation* explains it). In all five trainings the first epoch is dense, which means that all entries are sent.
+# The sections below look at updates from real training, so the training comes first. We train one federation without compression, and
+# federations with top-K and with rand-K. Each of these two is trained with error accumulation and without it (the section *Error
+# accumulation* explains it). In all five trainings the first epoch is dense, which means that all entries are sent.
 #
 # With error accumulation, a client keeps what it has not sent. These numbers are its *errors*. In the next round it adds them to its new
 # difference. The sum is what it *intends* to send, and it sends a part of that. The core calls the fraction of entries in a mask that all
@@ -160,18 +160,18 @@ print(f"D = {D:,} parameters, K = {K} entries are sent")
 # %% [markdown]
 # ## What a mask does
 #
-# A mask m is a vector of zeros and ones. It says which entries are sent, and φ is the fraction of ones. Note that φ is the
-# fraction that is *kept*: φ = 0.01 keeps one percent.
+# A mask m is a vector of zeros and ones. It says which entries are sent, and φ is the fraction of ones. Note that φ is the fraction that is
+# *kept*: φ = 0.01 keeps one percent.
 #
 # $$\tilde{\Delta} = m\otimes\Delta\theta,\qquad \phi=\frac{\lVert m\rVert_1}{D}\quad(\text{Eq. 4}),
 # \qquad K=\lceil\phi D\rceil$$
 #
 # The sign ⊗ stands for multiplication entry by entry, and $\tilde{\Delta}$ is what is sent.
 #
-# With *top-K*, each client chooses its own K entries of largest magnitude. The mask of these entries is called
-# $S_{top}(\Delta\theta, K)$. The client must tell the server their positions. With *rand-K*, all clients draw the same K positions
-# from a common seed, so no positions need to be sent. Fig. 2 shows both methods on the first entries of the output layer, in the last
-# round of the training without compression.
+# With *top-K*, each client chooses its own K entries of largest magnitude. The mask of these entries is called $S_{top}(\Delta\theta, K)$.
+# The client must tell the server their positions. With *rand-K*, all clients draw the same K positions from a common seed, so no positions
+# need to be sent. Fig. 2 shows both methods on the first entries of the output layer, in the last round of the training without
+# compression.
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -216,8 +216,9 @@ lab.save_figure(drawing, lab.results_folder(profile) / "figure2")
 lab.show_figures()
 
 # %% [markdown]
-# In (a), the framed entries are the largest ones of each client's row. In (b), they are drawn without regard to their size. Every row has its
-# own scale of colours, so colours of different rows cannot be compared. The last row shows the server's average. In (a) it has more framed entries than any client's row, and in (b) it has as many as each of them.
+# In (a), the framed entries are the largest ones of each client's row. In (b), they are drawn without regard to their size. Every row has
+# its own scale of colours, so colours of different rows cannot be compared. The last row shows the server's average. In (a) it has more
+# framed entries than any client's row, and in (b) it has as many as each of them.
 #
 # ## How much each keeps
 #
@@ -225,8 +226,7 @@ lab.show_figures()
 #
 # $$\frac{\lVert m\otimes\Delta\theta\rVert^2}{\lVert\Delta\theta\rVert^2}$$
 #
-# For rand-K this fraction is φ on average. For top-K it is larger, and the more the entries differ in magnitude, the larger it
-# is.
+# For rand-K this fraction is φ on average. For top-K it is larger, and the more the entries differ in magnitude, the larger it is.
 
 # %%
 shares = [10 ** (-e / 4) for e in range(0, 13)]
@@ -256,13 +256,13 @@ print(f"top-K keeps {100 * squares_top:.0f} % of the squared norm in {100 * phi:
       f"{squares_top / phi:.0f} times what rand-K keeps on average")  # fmt: skip
 
 # %% [markdown]
-# Top-K keeps far more than rand-K at every φ below 1. Rand-K keeps about a fraction φ. (This straight line looks like a curve
-# because the horizontal axis is logarithmic. It may jump where a very large entry happens to be drawn.)
+# Top-K keeps far more than rand-K at every φ below 1. Rand-K keeps about a fraction φ. (This straight line looks like a curve because the
+# horizontal axis is logarithmic. It may jump where a very large entry happens to be drawn.)
 #
-# So far this was one update. Proofs that such a training converges need more: *in every round*, a client must send at least a fraction
-# $\delta > 0$ of what it intends to send, measured by the squared norm. What it intends to send includes the errors that it kept
-# from earlier rounds, which are explained below. The next cell measures this fraction in the two trainings with error accumulation,
-# and in one with TCS for comparison:
+# So far this was one update. Proofs that a training with error accumulation converges assume that in every round a client sends at least a
+# fraction $\delta > 0$ of what it intends to send, measured by the squared norm. (For random masks, this need only hold on average.) What
+# it intends to send includes the errors that it kept from earlier rounds, which are explained below. The next cell measures this fraction
+# in the two trainings with error accumulation, and in one with TCS for comparison:
 
 # %%
 with_tcs = {name: runs[name] for name in ("top-K", "rand-K")}
@@ -276,15 +276,15 @@ for name, run in with_tcs.items():
           f"in {len(run['sent'])} rounds")  # fmt: skip
 
 # %% [markdown]
-# Each method sends a positive fraction in every round. Top-K's fraction is smaller than the one for a single update above. The
-# reason is that the client now also intends to send everything that it has left out before.
+# Top-K's fraction is smaller than the one for a single update above. The reason is that the client now also intends to send everything that
+# it has left out before.
 #
 # ## What choosing costs
 #
-# The paper says that TCS also makes it cheaper to choose the entries. But a TCS client makes two choices per round: it finds the
-# shared mask from the last update, and its own mask among the remaining entries. We time these choices on one long vector. For
-# top-K and TCS we use the plain implementation of $S_{top}$ in the core (the module `tcs_core.py`), and for rand-K the core's random
-# draw. The methods take turns, nine times each. The verdict compares the two times in each turn. It is *open* if the 95 % confidence
+# The paper says that TCS also makes it cheaper to choose the entries. But a TCS client makes two choices per round: it finds the shared
+# mask from the last update of the server, and its own mask among the remaining entries of its own update. We time these choices on one long
+# vector. For top-K and TCS we use the plain implementation of $S_{top}$ in the core (the module `tcs_core.py`), and for rand-K the core's
+# random draw. The methods take turns, nine times each. The verdict compares the two times in each turn. It is *open* if the 95 % confidence
 # interval of their mean ratio contains 1. A single slow turn can make this interval wide.
 
 # %%
@@ -330,12 +330,15 @@ claim.judge(
 # $$\bar\Delta_{n,t}=\Delta\theta_{n,t}+e_{n,t-1},\qquad
 # \tilde\Delta_{n,t}=m_{n,t}\otimes\bar\Delta_{n,t},\qquad e_{n,t}=\bar\Delta_{n,t}-\tilde\Delta_{n,t}$$
 #
-# The code below is the client's part of a round in the core. In its names, *shared* is the mask that the server and all clients
-# know (the paper's global mask), and *own* is the mask that one client has chosen (the paper's local mask). Top-K has an own mask
-# only, so its φ is called `phi_local`. Rand-K has a shared mask only, so its φ is called `phi_global`.
+# These three formulas are lines 9, 11 and 13 of the paper's Algorithm 2; [03_tcs](03_tcs.ipynb) goes through the whole algorithm. The code
+# below is the client's part of a round in the core. Look for the comments with these three numbers. Most other lines check for mistakes or
+# serve options that this page does not use, and can be skipped. Where values are quantized, line 13 also keeps what was rounded away. In
+# the names, *shared* is the mask that the server and all clients know (the paper's global mask), and *own* is the mask that one client has
+# chosen (the paper's local mask). Top-K has an own mask only, so its φ is called `phi_local`. Rand-K has a shared mask only, so its φ is
+# called `phi_global`.
 #
-# The methods `message_of` and `message_from` build the message from the client's difference. The method `arrived` is called once the server has
-# received it.
+# The methods `message_of` and `message_from` build the message from the client's difference. The method `arrived` is called once the server
+# has received it.
 
 # %%
 lab.show_code(
@@ -343,11 +346,9 @@ lab.show_code(
 )
 
 # %% [markdown]
-# The three formulas are lines 9, 11 and 13 of the paper's Algorithm 2. [03_tcs](03_tcs.ipynb) goes through the whole algorithm.
-#
-# It follows that nothing is lost: what has arrived at the server, plus the errors that still wait at the clients, equals what
-# the clients intended to send. We check this over ten rounds. In each of them every client has the same update again, the one from
-# above, so the largest entries of the update are always the same.
+# It follows that nothing is lost: over several rounds, what has arrived at the server, plus the errors that still wait at the clients,
+# equals the sum of the clients' updates. We check this over ten rounds. In each of them every client repeats its own update from above, so
+# its largest entries are always the same.
 
 # %%
 for name in ("top-K", "top-K, no errors kept"):
@@ -358,18 +359,19 @@ for name in ("top-K", "top-K, no errors kept"):
     waiting_D, meant_D = compressor.errors_ND.sum(0), 10 * deltas_ND.sum(0)
     if name == "top-K":
         lost = float((arrived_D + waiting_D - meant_D).norm() / meant_D.norm())
-        print(f"{name}: what arrived plus what waits differs from what was intended by "
+        print(f"{name}: what arrived plus what waits differs from the sum of the updates by "
               f"{lab.format_number(lost, 2)} of its length")  # fmt: skip
     print(f"{name}: {int((arrived_D != 0).sum())} entries arrived at least once")
 
 # %% [markdown]
-# Apart from rounding, nothing is lost. Without error accumulation, only the entries chosen in the first round ever arrive.
-# Entries that are small in every round are never sent, although they would add up.
+# Apart from rounding, nothing is lost. Without error accumulation, only the entries chosen in the first round ever arrive. (These are more
+# than K, because the clients choose partly different entries.) Entries that are small in every round are never sent, although they would
+# add up.
 #
 # ## What error accumulation rescues
 #
-# Now we compare the five trainings from the beginning. The bars show which fraction of the entries of θ the server has changed at
-# least once after the dense first epoch.
+# Now we compare the five trainings from the beginning. The bars show which fraction of the entries of θ the server has changed at least
+# once after the dense first epoch.
 #
 # **What do you expect?** Does error accumulation help rand-K as it helps top-K, or does it help top-K only?
 
@@ -401,23 +403,23 @@ print(
 )
 
 # %% [markdown]
-# Another seed can change these accuracies by several more points. We made one run of each method. In these runs, top-K with
-# error accumulation ends close to the training that sends everything. Without error accumulation it ends lower, because most
-# entries never change again. Rand-K is poor in both cases, and with error accumulation it is even worse. A likely reason is that rand-K
-# sends an entry only once in 1/φ rounds on average. By then the accumulated error is old, and it arrives all at once.
+# Another seed can change these accuracies by several more points. We made one run of each method. In these runs, top-K with error
+# accumulation ends close to the training that sends everything. Without error accumulation it ends lower. A likely reason is that what
+# small entries would have added up to is lost. Rand-K is poor in both cases, and with error accumulation it is even worse. A likely reason
+# is that rand-K sends an entry only once in 1/φ rounds on average. By then the accumulated error is old, and it arrives all at once.
 #
 # ## The way down
 #
-# The server sends the average of the clients' messages back to all clients. With rand-K this average has K entries. With top-K
-# it has every entry that *any* client has chosen. With TCS it has the entries of the shared mask, and the few that each client has
-# chosen outside of it. The fraction of entries in the server's message is therefore at most
+# The server sends the average of the clients' messages back to all clients. With rand-K this average has K entries. With top-K it has every
+# entry that *any* client has chosen. With TCS it has the entries of the shared mask, and the few that each client has chosen outside of it.
+# The fraction of entries in the server's message is therefore at most
 #
 # $$\text{top-K: } N\phi\qquad\text{rand-K: } \phi\qquad
 # \text{TCS: } \phi_{global}+N\,\phi_{local}$$
 #
-# We measure it in federations of N clients, which all have the same amount of data per client. The columns *first* and *last* show
-# the fraction of entries of the server's update that are not zero, in the first sparse round and in the last one. The column *bound*
-# shows the formula above. The last column shows the length of the server's message, divided by the number of parameters.
+# We measure it in federations of N clients, which all have the same amount of data per client. The columns *first* and *last* show the
+# fraction of entries of the server's update that are not zero, in the first sparse round and in the last one. The column *bound* shows the
+# formula above. The last column shows the length of the server's message, divided by the number of parameters.
 
 
 # %%
@@ -467,8 +469,8 @@ lab.show_figures()
 # throughout, because all its clients have the shared mask in common.
 #
 # With many clients, the first sparse round stays far below top-K's bound, because the clients choose similar entries. With error
-# accumulation, later rounds come closer to the bound. The error of an entry that was sent starts again from zero. Therefore the errors
-# of different clients, and with them their choices, become more and more different.
+# accumulation, later rounds come closer to the bound. The error of an entry that was sent starts again from zero. Therefore the errors of
+# different clients, and with them their choices, become more and more different.
 #
 # For the paper's setting, N = 10, the bounds are:
 
@@ -485,16 +487,14 @@ for name, scheme in paper.items():
 #
 # ## Where the bits go
 #
-# Each entry that is sent costs q bits for its value and, with top-K, some bits for its position. Sending the position as a plain
-# index takes log2(D) bits. The paper's position code ([06_sparse_encoding](06_sparse_encoding.ipynb)) takes fewer,
-# but their number grows as φ becomes smaller. Quantizing the values, which means rounding them to for example q = 5 bits, does not
-# change the cost of the positions.
+# Each entry that is sent costs q bits for its value and, with top-K, some bits for its position. Sending the position as a plain index
+# takes log2(D) bits. The paper's position code ([06_sparse_encoding](06_sparse_encoding.ipynb)) takes fewer, but their number grows as φ
+# becomes smaller. Quantizing the values, which means rounding them to for example q = 5 bits, does not change the cost of the positions.
 #
 # $$\text{bits per sent entry}=\underbrace{q}_{\text{value}}+
 # \underbrace{\log_2\frac{1}{\phi}+2}_{\text{position}}$$
 #
-# Below we encode the masks of an update from the training above, decode them again, and compare the length of the code with this
-# formula.
+# Below we encode the masks of an update from the training above, decode them again, and compare the length of the code with this formula.
 
 # %%
 code = {}
@@ -523,14 +523,15 @@ panels[1].legend(frameon=False, loc="upper left")
 lab.show_figures()
 
 # %% [markdown]
-# In these plots φ decreases to the right. At q = 32 the positions are a small part of the message. At q = 5 and φ below a tenth
-# they are the larger part, and their part grows as fewer entries are sent. With the paper's size of a block, 1/φ, the real code is as long as
-# the formula says or a little longer, because a real code uses whole numbers of bits and the formula does not. (The messages of the core use
-# the power of two near 1/φ that gives the shortest code; see [06_sparse_encoding](06_sparse_encoding.ipynb).)
+# In these plots φ decreases to the right. At q = 32 the positions are a small part of the message. At q = 5 and φ below a tenth they are
+# the larger part, and their part grows as fewer entries are sent. The code divides the vector into blocks of 1/φ entries. A position inside
+# a block takes $\log_2(1/\varphi)$ bits. One more bit marks each position, and one the end of each block, which makes about two bits per
+# position. The real code is somewhat longer than the formula says, because it uses whole numbers of bits. (The messages of the core use the
+# power of two near 1/φ that gives the shortest code; see [06_sparse_encoding](06_sparse_encoding.ipynb).)
 #
-# TCS spends bits on positions only for the clients' own masks. The *bit budget* of the paper is the number of bits that a client
-# sends, divided by the number of parameters and by the number of local iterations. The next table shows this total, the part of it
-# that the values take, and the share of the total that the positions take:
+# TCS spends bits on positions only for the clients' own masks. The *bit budget* of the paper is the number of bits that a client sends,
+# divided by the number of parameters and by the number of local steps. The next table shows this total, the part of it that the values
+# take, and the share of the total that the positions take:
 
 # %% tags=["nbval-check-output"]
 print("scheme      total   values  positions   in the paper")
@@ -543,19 +544,19 @@ for name, printed in in_paper.items():
     print(f"{name:9s} {budget[name]:7.4f}  {values:7.4f}  {share:9.0%}   {printed or '–'}")
 
 # %% [markdown]
-# These agree with the paper's figures. (It prints 0.363 for TCS because it cuts the number off instead of rounding it.) With 5-bit
-# values, top-K spends more bits on the positions than on the values.
+# These agree with the paper's figures. (It prints 0.363 for TCS because it cuts the number off instead of rounding it.) With 5-bit values,
+# top-K spends more bits on the positions than on the values.
 #
 # ## Claim
 #
 # | measured | expected | tolerance, and why |
 # |:---|:---|:---|
 # | squared norm kept by top-K | more than 5 times the fraction φ that rand-K keeps | none; we ask only for a factor of 5, because the factor depends on the data |
-# | what arrived plus what waits | what was intended | 1e-5, for float32 sums over ten rounds |
+# | what arrived plus what waits | the sum of the clients' updates | 1e-5, for float32 sums over ten rounds |
 # | fraction of the intended squared norm sent per round | TCS sends more than rand-K | none; these are means over the rounds |
 # | accuracy gained by error accumulation, in one run | more than 0 | two standard errors, from the number of test images |
 # | fraction of entries in the server's message | at most its bound | none, because it is a count |
-# | entries in the server's message, top-K and TCS | top-K has more at the largest N | none |
+# | entries in the server's message, top-K and TCS | top-K has at least as many at the largest N | none |
 # | bit budgets | the budgets in the paper | 0.4 %, or equal after rounding to the two decimals that the paper prints |
 
 # %%

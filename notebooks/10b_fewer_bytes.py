@@ -9,20 +9,20 @@
 # %% [markdown]
 # # 10b · Send fewer bytes than the paper
 #
-# **In short.** Yes, a training can send far fewer bytes than with the paper's methods. Over the paper's whole training and in both
-# directions, TCS-L4-Q5, the paper's shortest scheme, sends 139 times fewer bytes than dense training. Our variants TCS-L4-Q5++ and
-# TCS-M2-E3-K4++ would send 2,420 and 2,020 times fewer. We computed these factors from messages with random values, and
-# TCS-L4-Q5++ was never trained. In a small training of 15 epochs, TCS-M2-E3-K4++ ended 2.74 points of accuracy above TCS-L4-Q5 (mean of
-# n = 3 seeds), and both ended below dense FedAvg.
+# **In short.** A training can send far fewer bytes than with the paper's methods, but in our test at a price. Over the paper's whole
+# training and in both directions, TCS-L4-Q5, the paper's shortest scheme, sends 139 times fewer bytes than dense training. Our variants
+# TCS-L4-Q5++ and TCS-M2-E3-K4++ would send 2,420 and 2,020 times fewer. These factors are calculated from messages with random values. In a
+# small training of 15 epochs, TCS-M2-E3-K4++ really sent 1,620 times fewer bytes. It ended 3.63 points of accuracy below dense FedAvg, and
+# TCS-L4-Q5 6.37 points (means of n = 3 seeds). TCS without these changes ended about as high as FedAvg. TCS-L4-Q5++ was never trained.
 #
-# **Claim (beyond the paper).** Four changes make messages shorter. A better code stores the same message in fewer bytes without
-# loss (`+`). A better quantizer needs fewer bits per value (`-M2`). The messages from the server can be compressed to two bits per value (`-D2`).
-# And the dense warm-up can be left out (`-NW`) or made sparse (`-W10`). The paper says that its shortest scheme sends 1,910 times fewer bits than
-# dense training, counted after the warm-up and in one direction. With these changes together, the **whole** training saves more than that
-# in both directions.
+# **Claim (beyond the paper).** Four changes make messages shorter. A better code stores the same message in fewer bytes without loss (`+`).
+# A better quantizer needs fewer bits per value (`-M2`). The messages from the server can be compressed to two bits per value (`-D2`). And
+# the dense warm-up can be left out (`-NW`) or made sparse (`-W10`). The paper says that its shortest scheme sends 1,910 times fewer bits
+# than dense training, counted after the warm-up and in one direction. With three or four of these changes together, the **whole** training
+# saves more than that in both directions, by calculation at the paper's size.
 #
-# The name of a scheme says which changes it contains. Earlier notebooks explain the suffixes `-L4` (four local steps per round) and
-# `-Q5` (five bits per value). This notebook adds these:
+# The name of a scheme says which changes it contains. The *warm-up* is the dense start of a training, in the paper its first five epochs.
+# Earlier notebooks explain the suffixes `-L4` (four local steps per round) and `-Q5` (five bits per value). This notebook adds these:
 #
 # | suffix | what it does | lossless |
 # |:---|:---|:---|
@@ -32,13 +32,13 @@
 # | `-K<n>` | makes all masks n times smaller | no |
 # | `-D<q>` | lets the server send only the entries of the shared mask and of a mask of its own, in q bits each; it keeps the rest as its errors | no |
 # | `-NW` | has no warm-up | no |
-# | `-W<n>` | has a sparse warm-up, with masks n times as large | no |
+# | `-W<n>` | has a sparse warm-up: in its rounds, the masks are n times as large instead of dense | no |
 # | `++` | combines `-D2` and `+`, and also `-NW` unless the name contains `-W` | no |
 #
 # *Run time*: about 25 s on two cores of a Xeon. *Read before*: [10_bits_on_the_wire](10_bits_on_the_wire.ipynb).
 #
-# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The one under *Parameters* holds the values
-# that you can change.
+# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The one under *Parameters* holds the values that
+# you can change.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import collections
@@ -61,8 +61,8 @@ plt.rcParams["figure.dpi"] = 90
 # %% [markdown]
 # ## Parameters
 #
-# You can change any of these values and run all cells again. The sections *Claim* and *What we saw* are computed anew. The text between
-# the cells describes the results for the values given here, so it may no longer fit. Three changes to try:
+# You can change any of these values and run all cells again. The sections *Claim* and *What we saw* are computed anew. The text between the
+# cells describes the results for the values given here, so it may no longer fit. Three changes to try:
 #
 # - `paper_warmup = 1` shortens the warm-up of the paper's schedule. The schemes with a dense warm-up then save more, and those
 #   without a warm-up as much as before.
@@ -112,8 +112,8 @@ print(lab.forecast_trainings([config]))
 # %% [markdown]
 # ## The same message in fewer bytes
 #
-# We record the messages of a small TCS-Q5 training, as in [notebook 10](10_bits_on_the_wire.ipynb), together with the
-# mask that the server and all clients shared.
+# We record the messages of a small TCS-Q5 training, as in [notebook 10](10_bits_on_the_wire.ipynb), together with the mask that the server
+# and all clients shared.
 
 # %%
 compressor.link, sent = lab.ListeningLink(), []
@@ -205,9 +205,9 @@ fig.legend(loc="outside lower center", ncols=3, frameon=False)
 lab.show_figures()
 
 # %% [markdown]
-# The formula leaves out the header, the checksum and the means. Their size is the same in any model, so they matter in this
-# small model and hardly at the paper's size. The `+` code saves bytes in the numbers of the intervals and in the positions. It sends
-# the signs as they are, with one bit each.
+# The formula leaves out the header, the checksum and the means. Their size is the same in any model, so they matter in this small model and
+# hardly at the paper's size. The `+` code saves bytes in the numbers of the intervals and in the positions. It sends the signs as they are,
+# with one bit each.
 #
 # Why can the other parts be shortened? The paper's code gives every interval the same number of bits, which would be best if all intervals
 # were equally likely. And Algorithm 4 is made for positions that are equally likely everywhere. Neither is the case:
@@ -239,11 +239,12 @@ lab.show_figures()
 
 # %% [markdown]
 # On the left, the values in the shared mask lie mostly in the first two thirds of the intervals. All values in the client's own mask are in
-# interval 1, since they are the largest outside the shared mask. Their interval numbers therefore cost almost nothing. On the right, some
-# layers have more of the positions than their size would suggest. A code that treats each layer separately finds shorter gaps there.
+# interval 1, which has the largest values: a client chooses these entries because they are large, and here they are larger than most values
+# on the shared mask. Their interval numbers therefore cost almost nothing. On the right, some layers have more of the positions than their
+# size would suggest. A code that treats each layer separately finds shorter gaps there.
 #
-# The next cell checks all messages of this training: how much shorter they become, whether messages in the paper's code are exactly as
-# long as counted, and whether every value comes back.
+# The next cell checks all messages of this training: how much shorter they become, whether messages in the paper's code are exactly as long
+# as `Compressor` reports, and whether every value comes back.
 
 
 # %%
@@ -265,20 +266,20 @@ over = lengths["plus"].mean() / (tcs.bit_budget(scheme) * D / 8) - 1
 print(f"In the + code, messages are {shorter.mean():.1%} shorter than in the paper's code "
       f"({shorter.min():.1%} to {shorter.max():.1%}, n = {len(sent)} messages).")  # fmt: skip
 print(
-    f"Their length differs by {over:+.1%} from the formula, which leaves out header, checksum and means."
+    f"In the + code, their mean length, header and means included, differs by {over:+.1%} from the paper's formula, which leaves these out."
 )
 
 # %% [markdown]
 # ## Fewer bits per value
 #
-# In the paper's quantizer, the upper and the lower end of every interval have the same *ratio*. One tiny value
-# is enough to stretch these intervals over many orders of magnitude, and most of the important values then share a few intervals. The quantizer of
-# Lloyd and Max moves the ends of the intervals to where they make the squared error small. The messages have the same form in both cases:
-# $P=2^{q-1}$ means, and a code of q bits per value.
+# In the paper's quantizer, the upper and the lower end of every interval have the same *ratio*. One tiny value is enough to stretch these
+# intervals over many orders of magnitude, and most of the important values then share a few intervals. The quantizer of Lloyd and Max moves
+# the ends of the intervals to where they make the squared error small. The messages have the same form in both cases: $P=2^{q-1}$ means,
+# and a code of q bits per value.
 #
-# How much does each quantizer lose of the values that the clients meant to send in the last round? We reconstruct these values: they are what
-# arrived, plus the errors that remain at the same positions. The loss is the sum of the squared errors as a fraction of the sum of the squared
-# values. ([Notebook 07](07_fractional_quantization.ipynb) uses the square root of this fraction.)
+# How much does each quantizer lose of the values that the clients meant to send in the last round? We reconstruct these values: they are
+# what arrived, plus the errors that remain at the same positions. The loss is the sum of the squared errors as a fraction of the sum of the
+# squared values. ([Notebook 07](07_fractional_quantization.ipynb) uses the square root of this fraction.)
 
 # %%
 meant = []
@@ -330,8 +331,9 @@ lab.show_figures()
 # ## At the paper's size
 #
 # How much `+` saves depends on the values. Here we use messages of the paper's size whose values are random numbers. They do not come from
-# a training, so these results are only an indication. For positions, there is a bound to compare with: if all sets of $K$ positions among
-# $D$ are equally likely, no code can use fewer than $\log_2\binom{D}{K}$ bits on average.
+# a training, so these results are only an indication: in the messages of the small training above, `+` saved much less than here. For
+# positions, there is a bound to compare with: if all sets of $K$ positions among $D$ are equally likely, no code can use fewer than
+# $\log_2\binom{D}{K}$ bits on average.
 
 # %%
 large, rows = PaperSize(paper_clients), []
@@ -368,8 +370,9 @@ print(
 # from the server, and no dense warm-up. (Without a warm-up there is no shared mask in the first round. Every client then sends its own
 # largest entries, as many as in both masks together, with their positions.)
 #
-# The last two schemes of the table take fewer local steps per round: H = 2 and H = 1. Their masks are two and four times smaller (`-K2` and
-# `-K4`). A message at every second step, or at every step, then costs about as much as a message at every fourth.
+# The last two schemes of the table take two local steps and one local step per round (H = 2 and H = 1) instead of four. Their masks are two
+# and four times smaller (`-K2` and `-K4`). So their messages are two and four times as frequent, and about two and four times shorter, and
+# the whole training sends about as many bits.
 #
 # The table shows how many times fewer bits each scheme sends than dense training with one local step, over the paper's schedule. The column
 # *formula, up* counts only the uplink after the warm-up, by the paper's formula. In the last column, dense training has as many local steps
@@ -394,8 +397,9 @@ for name, sums in whole.items():
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
-# A single improvement achieves little, because the largest remaining part dominates the sum. `-M2-E3` makes messages shorter than `-Q5` by the
-# formula, but longer in the `+` code. The last column is the more modest comparison: four local steps save a factor of four in dense training, too.
+# A single improvement achieves little, because the largest remaining part dominates the sum. `-M2-E3` makes messages shorter than `-Q5` by
+# the formula, but longer in the `+` code. The last column is the more modest comparison: four local steps save a factor of four in dense
+# training, too.
 #
 # ## Accuracy against megabytes
 #
@@ -467,9 +471,9 @@ steps = max(r["config"]["scheme"]["local_steps"] * sum(row["rounds"] for row in 
 dense_bytes = 2 * (4 * d + tcs.OVERHEAD_BYTES) * steps  # FedAvg's, whole run
 
 # %% [markdown]
-# The next figure shows some of these schemes. The megabytes are those of one client's messages in both directions. The axis at the top shows
-# how many seconds they take on a link of the first speed in `links`. This is **communication only**: it includes no latency, no packet headers
-# and no computing.
+# The next figure shows some of these schemes. The megabytes are those of one client's messages in both directions. The axis at the top
+# shows how many seconds they take on a link of the first speed in `links`. This is **communication only**: it includes no latency, no
+# packet headers and no computing.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 NAMED = ("FedAvg", "FedAvg-L4", "top-K", "TCS", baseline_scheme, "TCS-L4-M2-E3-W10++",
@@ -503,11 +507,11 @@ lab.show_figures()
 # Trainings with the same seed share the initial model, the partition of the data and the order of the samples. We therefore compute
 # differences seed by seed, with Student's 95 % interval for their *mean*.
 #
-# The column *difference, points* shows by how many percentage points of accuracy a scheme ends above or below the paper's shortest scheme. The
-# column *no worse* judges this difference. The verdict is *supported* if the whole interval lies above minus half a point (the parameter
-# `no_loss`), *contradicted* if the whole interval lies below it, and *open* otherwise. It says nothing about dense training:
-# FedAvg ends above every `++` scheme here. The last two columns show the megabytes until the accuracy `target` is reached, and the seconds that
-# these take on each link.
+# The column *difference, points* shows by how many percentage points of accuracy a scheme ends above or below the paper's shortest scheme.
+# The column *no worse* judges this difference. The verdict is *supported* if the whole interval lies above minus half a point (the
+# parameter `no_loss`), *contradicted* if the whole interval lies below it, and *open* otherwise. It says nothing about dense training:
+# FedAvg ends above every `++` scheme here. The last two columns show the megabytes until the accuracy `target` is reached, and the seconds
+# that these take on each link.
 
 
 # %%
@@ -555,26 +559,28 @@ display(
 )
 
 # %% [markdown]
-# The code of `+` is lossless, so it cannot change the accuracy. `++` adds `-D2` and `-NW`. Both of these change the training itself, and a short
-# training has few rounds to make up for it.
+# The code of `+` is lossless, so it cannot change the accuracy. `++` adds `-D2` and `-NW`. Both of these change the training itself, and a
+# short training has few rounds to make up for it.
 #
-# Local steps and small masks are two ways to send less. With H = 4, the shared mask has a hundredth of the entries and is sent at every fourth
-# step. With `-K4`, it has a quarter of that size and is sent at every step. Both send about as many bits, but with `-K4` the clients have the
-# same model again after every step. This costs some additional bytes: in a smaller mask, each position takes more bits, and header and means
-# are sent four times as often.
+# Local steps and small masks are two ways to send less. With H = 4, a client sends the values on a shared mask of 1 % of the entries, at
+# every fourth step. With `-K4`, the mask has 0.25 % of the entries, and its values are sent at every step. The number of bits is about the
+# same in both cases, but with `-K4` the clients have the same model again after every step. This costs some additional bytes: in a smaller
+# mask, each position takes more bits, and header and means are sent four times as often.
 #
 # ## Unequal clients
 #
-# Does sparsification cost more if the clients have different classes (drawn from a Dirichlet distribution with α = 0.3), or if only half of
-# the clients take part in a round? And do the clients still choose the same entries? The plan behind [notebook 13](13_evidence.ipynb) includes
-# trainings for these questions, but no verdict.
+# This section has another subject and other trainings, those of the main comparison in notebook 13 (a ResNet-18 of a quarter of the width,
+# 80 epochs). Does sparsification cost more if the clients have different classes (drawn from a Dirichlet distribution with α = 0.3), or if
+# only half of the clients take part in a round? And do the clients still choose the same entries? The plan behind [notebook
+# 13](13_evidence.ipynb) includes trainings for these questions, but no verdict.
 #
-# Each row of the next table is the difference in accuracy between two schemes, for the unequal clients that the row names and for equal clients.
-# The intervals for unequal clients come only from the trainings of the two
-# schemes in the row. (This is a departure from the plan, which notebook 13 explains.)
+# Each row of the next table is the difference in accuracy between two schemes, for the unequal clients that the row names and for equal
+# clients. The intervals for unequal clients come only from the trainings of the two schemes in the row. (This is a departure from the plan,
+# which notebook 13 explains.)
 #
 # The table below it shows two things for TCS: the fraction of the shared mask that stays from one round to the next, and how many of the
-# participating clients send a value at the same position, on average ("clients per entry").
+# participating clients send a value at the same position, on average ("clients per entry"). If clients chose no common entry outside the
+# shared mask, this would be 5.5 of 10 clients, and 3.67 of 5.
 
 # %%
 read, equal = lab.load_planned_records("evidence")
@@ -588,13 +594,14 @@ for table in (lab.unequal_costs(read, equal, there), lab.unequal_masks(equal, th
 # %% [markdown]
 # With unequal classes, TCS-L4-Q5 loses more than with equal clients. Whether any other difference changes remains open.
 #
-# If half of the clients take part, more of the mask stays from round to round. A possible reason is that a round then brings half as many
-# new positions.
+# Outside of the shared mask, clients hardly ever choose the same entries, whether they are equal or not. If half of the clients take part,
+# more of the mask stays from round to round. A possible reason is that a round then brings half as many new positions.
 #
 # In the rows *both*, some intervals are so wide that they say nothing. The next table shows these differences seed by seed. With both kinds
-# of inequality, the clients of a round pull the model towards their own classes. Schemes with the same number of rounds draw the same clients,
-# so they are affected in a similar way. TCS-L4-Q5 has only a quarter of the rounds of FedAvg, and its difference from FedAvg changes
-# by several points from seed to seed. We looked at these differences only when the trainings were finished, and do not use them for any verdict.
+# of inequality, the clients of a round pull the model towards their own classes. Schemes with the same number of rounds draw the same
+# clients, so they are affected in a similar way. TCS-L4-Q5 has only a quarter of the rounds of FedAvg, and its difference from FedAvg
+# changes by several points from seed to seed. We looked at these differences only when the trainings were finished, and do not use them for
+# any verdict.
 
 # %%
 by_seed = lab.unequal_by_seed(read, there["both"])

@@ -186,11 +186,13 @@ display(
 )
 display(Image(picture, width=760, alt="; ".join([title, *lines])))
 config = next(iter(records.values()))["config"] if records else {}
-print(
-    f"Our trainings: {scale_of(records)}. There are {config.get('clients')} clients with equally distributed data, and "
-    f"{config.get('train_samples'):,} images for training. Accuracy is measured on 35,000 others: the test images, and the training images that are not used. The verdicts on accuracy use {len(records)} training runs.{progress}"
-    if records
-    else "There is no record yet."
+display(
+    Markdown(
+        f"Our trainings: {scale_of(records)}. There are {config.get('clients')} clients with equally distributed data, and "
+        f"{config.get('train_samples'):,} images for training. Accuracy is measured on {60_000 - config.get('train_samples', 0):,} others: the test images, and the training images that are not used. The verdicts on accuracy use {len(records)} training runs.{progress}"
+        if records
+        else "There is no record yet."
+    )
 )
 
 # %% [markdown]

@@ -9,18 +9,17 @@
 # %% [markdown]
 # # 15 · Your own model, your own data
 #
-# **Claim (beyond the paper).** With a model, a loss function and a list of batches for each client, about twenty lines of
-# code show what TCS would save for *you*. They train the model with four methods, and compare the loss that each method
-# reaches with the bytes that it sends. The methods are dense federated averaging (FedAvg), top-K, TCS, and TCS-Q5, which is
-# TCS with values of 5 bits.
+# **Claim (beyond the paper).** With a model, a loss function and a list of batches for each client, about twenty lines of code show what
+# TCS would save for *you*. They train the model with four methods, and compare the loss that each method reaches with the bytes that it
+# sends. The methods are dense federated averaging (FedAvg), top-K, TCS, and TCS-Q5, which is TCS with values of 5 bits.
 #
 # *Run time*: about 50 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb).
 #
-# *How to use it*: the grey bars are folded code cells; click one to open it. The second one holds the parameters. Change them
-# there and run all cells again. For example, `rounds = 200` should make the saving much smaller, because the 40 dense rounds of
-# the warm-up are then a fifth of the training. `schemes = ["FedAvg", "TCS", "TCS-NW"]` adds TCS without a warm-up, which should
-# send several times fewer bytes than TCS and reach about the same loss. With `seed = 1`, the data are different. All losses
-# should change, and the numbers of bytes should stay almost the same.
+# *How to use it*: the grey bars are folded code cells; click one to open it. The second one holds the parameters. Change them there and run
+# all cells again. For example, `rounds = 200` should make the saving much smaller, because the 40 dense rounds of the warm-up are then a
+# fifth of the training. `schemes = ["FedAvg", "TCS", "TCS-NW"]` adds TCS without a warm-up, which should send several times fewer bytes
+# than TCS and reach about the same loss. With `seed = 1`, the data are different. All losses should change, and the numbers of bytes should
+# stay almost the same.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import copy
@@ -73,18 +72,18 @@ if warmup >= rounds:
 # %% [markdown]
 # ## Your data and your model
 #
-# A `Federation` does not depend on images: it accepts any `torch.nn.Module` with float32 parameters. The example here is a
-# made-up regression. Its model has batch norm, dropout and a frozen layer, and the clients have different data and different
-# amounts of it.
+# A `Federation` does not depend on images: it accepts any `torch.nn.Module` with float32 parameters. The example here is a made-up
+# regression. Its model has batch norm, dropout and a frozen layer, and the clients have different data and different amounts of it.
 #
-# To use your own data and model, replace the next two cells and keep the names that they define: `own`, `counts`, `test`,
-# `model_of()` and `loss`. Please change one of the parameters as well, for example `seed`. The end of the notebook checks some
-# statements about the results. With unchanged parameters, a statement that does not hold stops the notebook. With other parameters, it
-# is only reported.
+# To use your own data and model, replace the next two cells and keep the names that they define: `own`, `counts`, `test`, `model_of()` and
+# `loss`. Please change one of the parameters as well, for example `seed`. The end of the notebook checks some statements about the results.
+# With unchanged parameters, a statement that does not hold stops the notebook, and your data may well give other results. With other
+# parameters, it is only reported.
 #
-# `own[n]` is the list of batches that client n learns from. Here the batches hold noisy values of one unknown function, and
-# each client sees a different region of its inputs. `counts` holds the number of samples of each client. `test` is one batch. A
-# federation does not move your tensors, so put them on the device of the model.
+# `own[n]` is the list of batches that client n learns from. Here the batches hold noisy values of one unknown function, and each client
+# sees a different region of its inputs. `counts` holds the number of samples of each client. `test` is one batch. `model_of()` returns a
+# new model, each time with the same starting values, and `loss(model, batch)` a scalar tensor. A batch can be anything that your `loss`
+# understands. A federation does not move your tensors, so put them on the device of the model.
 
 # %%
 torch.manual_seed(seed)
@@ -120,16 +119,17 @@ def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 # %% [markdown]
 # ## The comparison
 #
-# A `Federation` takes the model, an iterable of batches for each client, the name of a scheme, and a learning rate or a
-# schedule. A `DataLoader` is such an iterable; when it ends, it is started again. `weights` says how much each client counts in the
-# average, which is here in proportion to its data. Clients take plain SGD steps, or the steps of a `local_optimizer`.
+# A `Federation` takes the model, an iterable of batches for each client, the name of a scheme, and a learning rate or a schedule. When an
+# iterable that can be started again, such as a list or a `DataLoader`, has ended, it is started again. (A generator cannot be, so it must
+# be long enough.) `weights` says how much each client counts in the average, which is here in proportion to its data. Clients take plain
+# SGD steps, or the steps of a `local_optimizer`.
 #
 # The schedule below begins with a dense warm-up, unless the name of the scheme says otherwise. For example, a scheme with the suffix -NW
-# has no warm-up ([10b_fewer_bytes](10b_fewer_bytes.ipynb) shows more such suffixes). A scheme with -L4 takes four local steps per
-# round, and therefore needs a quarter of the rounds.
+# has no warm-up ([10b_fewer_bytes](10b_fewer_bytes.ipynb) shows more such suffixes). A scheme with -L4 takes four local steps per round,
+# and therefore needs a quarter of the rounds.
 #
-# After each round, the compressor knows the length of all messages, headers included. `bytes_up` is what all clients sent
-# together, and `bytes_down` is what the server sent to each of them.
+# After each round, the compressor knows the length of all messages, headers included. `bytes_up` is what all clients sent together, and
+# `bytes_down` is what the server sent to each of them. So all traffic of a round is `bytes_up + N * bytes_down`.
 
 
 # %%
@@ -215,15 +215,15 @@ plt.close(fig)
 #
 # The table counts the megabytes that all clients and the server sent in the whole training, and gives the test loss at its end.
 #
-# The target is the loss with which the first scheme ends, within the tolerance. Choose the scheme that reaches this loss, stays
-# there, and sends the fewest bytes. If no sparse scheme reaches it, train longer or send more entries per round. For another row
-# in the table, add a cell with `curves["TCS, 5 %"] = trained(federation_of("TCS", phi_global=0.05))` after the cell that trains.
+# The target is the loss with which the first scheme ends, within the tolerance. Choose the scheme that reaches this loss, stays there, and
+# sends the fewest bytes. If no sparse scheme reaches it, train longer or send more entries per round. For another row in the table, add a
+# cell with `curves["TCS, 5 %"] = trained(federation_of("TCS", phi_global=0.05))` after the cell that trains.
 #
 # Two simple calculations help to judge the result. First, 40 of the 1,000 rounds here are dense. A scheme with this warm-up therefore sends
 # at least a twenty-fifth of the bytes of dense training. In the table, more than half of what each sparse scheme sent belongs to the
-# warm-up. Second, multiply the number of rounds by $\phi_{global}$, the fraction of entries that is sent per round. This is how often
-# an average entry is sent, which is 10 times here and 234 times in the paper. If it is only about ten, accuracy may suffer, although it does
-# not in this small task.
+# warm-up. Second, multiply the number of rounds by $\phi_{global}$, the fraction of entries in the shared mask (1 %). This is how often an
+# average entry would be sent if no round were dense, which is 10 times here and 234 times in the paper. If it is only about ten, accuracy
+# may suffer, although it does not in this small task.
 
 
 # %%
@@ -264,9 +264,9 @@ print(f"{saved[0].upper()}{saved[1:]}.")
 # %% [markdown]
 # ## Your optimizer at the clients
 #
-# `local_optimizer` is a function that receives parameters and returns an optimizer. Every client gets an optimizer of its own. Its
-# state stays with the client and is saved together with the federation. The learning rate comes from the schedule, so do not set
-# one in the optimizer. As before, each client sends the difference between its parameters after and before its local steps.
+# `local_optimizer` is a function that receives parameters and returns an optimizer. Every client gets an optimizer of its own. Its state
+# stays with the client and is saved together with the federation. The learning rate comes from the schedule, so do not set one in the
+# optimizer. As before, each client sends the difference between its parameters after and before its local steps.
 
 
 # %%
@@ -284,17 +284,16 @@ _, with_adamw = verdict(adaptive_curves)
 print(f"With AdamW, {with_adamw}.")
 
 # %% [markdown]
-# With -L4, an average entry is sent only 2.5 times in this training. If TCS-L4 ends with a higher loss than FedAvg-L4, the cause can
-# therefore be AdamW or the small number of rounds. Set `adaptive = ["FedAvg", "TCS"]` to train with four times as many rounds. If the
-# losses still differ, AdamW is the more likely cause. A possible reason is that its steps have about the same size in all entries. The
-# few entries that are sent then make up a smaller part of the update than with SGD.
+# With -L4, this number is only 2.5 in this training. If TCS-L4 ends with a higher loss than FedAvg-L4, the cause can therefore be AdamW or
+# the small number of rounds. Set `adaptive = ["FedAvg", "TCS"]` to train with four times as many rounds. If the losses still differ, AdamW
+# is the more likely cause. A possible reason is that its steps have about the same size in all entries. The few entries that are sent then
+# make up a smaller part of the update than with SGD.
 #
 # ## Variants of federated averaging
 #
-# Several well-known variants of federated averaging need only a few lines. Each of the next cells shows one variant, with a
-# small network and four local steps per round. A plain PyTorch loop then does the same, and we print by how much the parameters of
-# the two networks differ at most after five rounds. If you replace `FedAvg-L4` by the name of a sparse scheme, the same variant
-# sends fewer bytes.
+# Several well-known variants of federated averaging need only a few lines. Each of the next cells shows one variant, with a small network
+# and four local steps per round. A plain PyTorch loop then does the same, and we print by how much the parameters of the two networks
+# differ at most after five rounds. If you replace `FedAvg-L4` by the name of a sparse scheme, the same variant sends fewer bytes.
 
 
 # %%
@@ -345,9 +344,8 @@ def compare(variant: str, net: nn.Module, by_hand: nn.Module) -> None:
 
 
 # %% [markdown]
-# **FedProx** keeps a client close to the model that it started from. Its loss has an additional term
-# $\frac{\mu}{2} \lVert \theta - \theta_t \rVert^2$. Between two rounds, the module holds the common parameters $\theta_t$. We copy them
-# before each round.
+# **FedProx** keeps a client close to the model that it started from. Its loss has an additional term $\frac{\mu}{2} \lVert \theta -
+# \theta_t \rVert^2$. Between two rounds, the module holds the common parameters $\theta_t$. We copy them before each round.
 
 # %%
 mu, start = 0.5, []
@@ -378,8 +376,8 @@ def proximal_by_hand(net: nn.Module, n: int, t: int) -> None:
 compare("FedProx", federation.model, played_by_hand(small(), proximal_by_hand))
 
 # %% [markdown]
-# **LoRA** trains adapters only. The layers stay as they are, and the product of two thin matrices is trained beside each of
-# them. A federation trains, compresses and sends only those parameters that require a gradient.
+# **LoRA** trains adapters only. The layers stay as they are, and the product of two thin matrices is trained beside each of them. A
+# federation trains, compresses and sends only those parameters that require a gradient.
 
 
 # %%
@@ -405,10 +403,10 @@ print(
 compare("LoRA", adapted, played_by_hand(begun, sgd_by_hand))
 
 # %% [markdown]
-# **Unequal numbers of local steps** occur, for example, if every client makes one pass over its data in a round and the clients
-# have different amounts of data. Set `local_steps` to the largest number. For a client that has finished, the feed returns None
-# and the loss is zero, so the client does not move. This works with plain SGD without `weight_decay`. An optimizer with momentum
-# would still move the client.
+# **Unequal numbers of local steps** occur, for example, if every client makes one pass over its data in a round and the clients have
+# different amounts of data. Set `local_steps` to the largest number. For a client that has finished, the feed returns None and the loss is
+# zero, so the client does not move. This works with plain SGD without `weight_decay`. An optimizer with momentum would still move the
+# client.
 
 # %%
 steps = [1 + n % 4 for n in range(clients)]  # of each client, at most 4
@@ -430,8 +428,8 @@ by_hand = played_by_hand(small(), lambda net, n, t: sgd_by_hand(net, n, t, steps
 compare("unequal steps", federation.model, by_hand)
 
 # %% [markdown]
-# **FedAdam** lets the clients take plain SGD steps. The server then takes one Adam step. As the gradient of this step, it uses the
-# mean of what the clients changed, with the opposite sign.
+# **FedAdam** lets the clients take plain SGD steps. The server then takes one Adam step. As the gradient of this step, it uses the mean of
+# what the clients changed, with the opposite sign.
 
 
 # %%
@@ -447,9 +445,9 @@ for _ in range(5):
 compare("FedAdam", federation.model, played_by_hand(small(), sgd_by_hand, adam))
 
 # %% [markdown]
-# **Personal heads.** A federation averages *all* trained parameters of its module. If a head is part of the module, it is averaged
-# too, without a warning. To give each client a head of its own, keep the heads outside of the module. Each batch then says which client
-# it belongs to, and each head takes its step as soon as its gradient is ready.
+# **Personal heads.** A federation averages *all* trained parameters of its module. If a head is part of the module, it is averaged too,
+# without a warning. To give each client a head of its own, keep the heads outside of the module. Each batch then says which client it
+# belongs to, and each head takes its step as soon as its gradient is ready.
 #
 # Save these heads yourself, beside the state of the federation. If a round fails, their steps are not undone.
 
@@ -493,9 +491,9 @@ compare("own heads", nn.Sequential(body, *heads), nn.Sequential(body_by_hand, *h
 # %% [markdown]
 # ## The module is still yours
 #
-# The parameters of your module are ordinary tensors that hold the trained values after every round. Training mode and frozen
-# parameters stay as you set them. Save the model with `averaged_state_dict`. In this dictionary, the running statistics of each
-# batch norm are the mean over the clients.
+# The parameters of your module are ordinary tensors that hold the trained values after every round. Training mode and frozen parameters
+# stay as you set them. Save the model with `averaged_state_dict`. In this dictionary, the running statistics of each batch norm are the
+# mean over the clients.
 
 # %%
 federation = own_optimizer[adaptive[-1]]
@@ -514,14 +512,13 @@ print(f"Every part is still in training mode: {modes}")
 # %% [markdown]
 # ## A thousand clients
 #
-# Each client keeps what it has not sent yet. These numbers are called its errors, and there is one for each of the D parameters.
-# The errors of all N clients are the tensor `errors_ND`, which grows with the number of clients. A round works on the errors of its
-# ten participants only. On a CPU, memory for a client's errors is used only once they are written, that is, after the client has taken
-# part in a sparse round. It is then 4 · D bytes. The first sparse round of a client takes longer for this reason.
+# Each client keeps what it has not sent yet. These numbers are called its errors, and there is one for each of the D parameters. The errors
+# of all N clients are the tensor `errors_ND`, which grows with the number of clients. In the example below, ten of the N clients take part
+# in each round. A round works on the errors of these participants only. On a CPU, memory for a client's errors is used only once they are
+# written, that is, after the client has taken part in a sparse round. It is then 4 · D bytes.
 #
-# If this is too much memory, keep the errors in a new file. Call
-# `compressor.keep_errors_in(torch.from_file("errors.bin", True, N * D).view(N, D))` before the first round. Delete an old file first,
-# since its content would be read as errors.
+# If this is too much memory, keep the errors in a new file. Call `compressor.keep_errors_in(torch.from_file("errors.bin", True, N *
+# D).view(N, D))` before the first round. Delete an old file first, since its content would be read as errors.
 #
 # The next cells measure time and memory with a made-up network and made-up data.
 
@@ -579,8 +576,8 @@ display(Markdown(lab.markdown(crowds)))
 # %% [markdown]
 # ## What is refused
 #
-# Some mistakes are detected, and the error message says in one line what is wrong. Four examples are a model with nothing to train, a
-# loss that is not a number, a client without data, and data that ends too early.
+# Some mistakes are detected, and the error message says in one line what is wrong. Four examples are a model with nothing to train, a loss
+# that is not a number, a client without data, and a generator that ends too early.
 
 # %%
 batch = (torch.zeros(2, 20), torch.zeros(2, 1))
@@ -647,8 +644,8 @@ print(f"With AdamW, {with_adamw}.")
 print(f"In {rounds:,} local steps of {clients} clients, {saved}.")
 
 # %% [markdown]
-# Each scheme was trained once, on a small problem, so a difference of a few percent may be chance. Repeat the comparison with
-# another `seed` before you choose a scheme. Next: [16_text](16_text.ipynb) trains a transformer on text and has recorded evidence.
+# Each scheme was trained once, on a small problem, so a difference of a few percent may be chance. Repeat the comparison with another
+# `seed` before you choose a scheme. Next: [16_text](16_text.ipynb) trains a transformer on text and has recorded evidence.
 
 # %%
 print(

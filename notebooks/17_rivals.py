@@ -9,14 +9,14 @@
 # %% [markdown]
 # # 17 · Which method should I use?
 #
-# TCS is one of many methods that compress the messages of federated training. This notebook compares it with methods by other authors. All of
-# them are trained in the same way, and each has its own best learning rate. A method is judged by its accuracy, by the megabytes that one client
-# sends and receives, and by the time that these take on a given link. *Run time*: seconds. *Read before*:
+# TCS is one of many methods that compress the messages of federated training. This notebook compares it with methods by other authors. All
+# of them are trained in the same way, and each has its own best learning rate. A method is judged by its accuracy, by the megabytes that
+# one client sends and receives, and by the time that these take on a given link. *Run time*: seconds. *Read before*:
 # [02_sparsification](02_sparsification.ipynb), [10b_fewer_bytes](10b_fewer_bytes.ipynb).
 #
-# *How to use it*: the grey bars are folded code cells; click one to open it. The second one holds the settings. With `below = 0.3`, a method may
-# lose less than in the advice below, and the first method that is named should then be TCS. With `latency = 10`, the times on fast links
-# should become shorter.
+# *How to use it*: the grey bars are folded code cells; click one to open it. The second one holds the settings. With `below = 0.3`, a
+# method may lose less than in the section *What to choose*, which should then name TCS first. With `latency = 10` (milliseconds), the times
+# on fast links should become shorter.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
@@ -71,45 +71,55 @@ if stored:
     others = "".join(
         f" {reached(point)}." for point in scores.stored["FedAvg"] if point is not near
     )
+    (central,) = scores.stored["Baseline"]
     display(Markdown(
-        f"**In short.** We trained a small network with each of {len(by_name)} methods, each with its own best learning rate. These need the "
-        f"fewest bytes for their accuracy: {listed}. No method is more accurate than {near.scheme} by more than {best.accuracy - near.accuracy:.1f} points, "
-        f"which is within the uncertainty (± {worst:.1f} points).{others} The accuracies are means of {stored[0].n} seeds, and the megabytes "
-        f"are those that one client sends and receives in the whole training."))  # fmt: skip
+        f"**In short.** We trained a small network with each of {len(stored)} federated methods, each with its own best learning rate. Two stand "
+        f"out, because they need few bytes for their accuracy: {listed}. Some methods that need more bytes ended up to {best.accuracy - near.accuracy:.1f} "
+        f"points above {near.scheme}, which may be chance (a difference is uncertain by ± {worst:.1f} points).{others} Centralized training reached "
+        f"{central.accuracy:.1f} %. The accuracies are means of {stored[0].n} seeds, and the megabytes are those that one client sends and receives in the "
+        f"whole training."))  # fmt: skip
     figure = compare.table.comparison_figure(scores)
     display(Image(lab.save_figure(figure, None), width=600, alt=describe_figure(figure)))
 else:
     print("no stored row")
 
 # %% [markdown]
-# In the picture, the best corner is the upper left one: accurate with few megabytes. No other method is both more accurate and cheaper than a method on the thick grey line.
+# In the picture, the best corner is the upper left one: accurate with few megabytes. No other method is both more accurate and cheaper than
+# a method on the thick grey line.
 #
-# **Names.** `-L4` means four local steps per round, `-Q5` values of 5 bits, and `-D1` that the server, too, sends one bit per value. TCS-Random is
-# TCS with a new random shared mask in each round. DGC and the methods with `Global Momentum` use momentum; all others do not.
+# **Names.** `-L4` means four local steps per round, `-Q5` values of 5 bits, and `-D1` that the server, too, sends one bit per value.
+# TCS-Random is TCS with a new random shared mask in each round. Rand-K sends the 1 % of entries at random positions that everybody knows.
+# LowRank sends each client's update of a layer as a product of two small matrices, with error feedback. DGC and the methods with `Global
+# Momentum` use momentum; all others do not. The section *Who they are* has the sources of the others.
 
 # %% [markdown]
 # ## All methods on one track
 #
 # The fairest comparison that we have uses one small training for all methods, the *track* in `params/compare.yaml`: ten clients train a
 # ResNet-8 on synthetic images until it fits them. Every method gets its best learning rate from the same list, chosen with one seed on
-# 15,000 images, and is scored with three other seeds on 26,000 other images (`params/compare_plan.yaml`, which is older than these runs).
-# `uv run tcs compare NAME` makes the row of a method in the table below. A method of your own gets a row in the same way
-# ([09_your_own_scheme](09_your_own_scheme.ipynb)).
+# 15,000 images, and is scored with three other seeds on 26,000 other images (`params/compare_plan.yaml`, which is older than these runs). A
+# method is trained with the same data, network and number of epochs as all others. But some begin with a dense epoch, and STC and QSGD use
+# shorter codes than the paper's. `uv run tcs compare NAME` makes the row of a method in the table below. A method of your own gets a row in
+# the same way ([09_your_own_scheme](09_your_own_scheme.ipynb)).
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 rows = compare.rows.stored_table(track, scores)
 if len(rows):
     display(Markdown(lab.markdown(rows.drop(columns="MB up, re-coded"))))
     print(compare.table.NOTE.format(scores.confidence))
-    print(f"{made} of {planned} planned rows are made.")
+    print(
+        f"{made} of {planned} planned rows are made. The others are some of these methods with larger and smaller masks."
+    )
 
 # %% [markdown]
 # ## What to choose
 #
-# Each line below is computed from the table above. A difference is in percentage points and has a 95 % interval. If an interval contains zero, we
-# do not know which of the two methods is more accurate. The intervals follow the plan: they pool the deviations between seeds of all methods. A
-# method whose seeds vary much therefore makes all intervals wider. The last lines also give the difference between runs with the same seed. It uses
-# only the two methods that are compared, and so rests on three numbers. Where the two intervals disagree, we rely on the first.
+# Each line below is computed from the table above. In the first three, a method may end 1.0 point below FedAvg (`below`), because three
+# seeds cannot show much less. With half a point, TCS would be named instead of STC. A difference is in percentage points and has a 95 %
+# interval. If an interval contains zero, we do not know which of the two methods is more accurate. The intervals follow the plan: they pool
+# the deviations between seeds of all methods. A method whose seeds vary much therefore makes all intervals wider. The last lines also give
+# the difference between runs with the same seed. It uses only the two methods that are compared, and so rests on three numbers. Where the
+# two intervals disagree, we rely on the first.
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -152,12 +162,13 @@ plain = [p for p in stored if not p.scheme.startswith(MOMENTUM)]
 near = [p for p in plain if dense and p.accuracy >= dense.accuracy - below]
 stateless = [p for p in near if p.scheme.startswith(("FedAvg", "QSGD"))]
 lost = [f"{p.scheme} ({beaten_by(p)})" for p in stored if beaten_by(p)]
+moving = [p for p in stored if p not in plain and dense and p.accuracy >= dense.accuracy - below]
 advice = {
     f"Fewest bytes of the methods without momentum that end at most {below:.1f} points below FedAvg": offer(
         near
     ),
     "The same, if clients can keep nothing between rounds": offer(stateless),
-    "Fewest bytes of the methods with momentum": offer([p for p in stored if p not in plain]),
+    "The same, of the methods with momentum": offer(moving),
     "Less accurate, by the first interval, than a method that sends less (which is in brackets)": ", ".join(
         lost
     )
@@ -186,14 +197,15 @@ if pd.notna(mechanism := mask["measured"]):
 display(Markdown("\n".join(f"- {what}: {who}." for what, who in advice.items())))
 
 # %% [markdown]
-# **What this does not say.** One small network on synthetic images is one task. Where the column "MB of the dense start" has a number, the method
-# begins with one dense epoch. These bytes weigh less in a longer training, so the ratios of bytes would be larger there.
+# **What this does not say.** One small network on synthetic images is one task. Where the column "MB of the dense start" has a number, the
+# method begins with one dense epoch. These bytes weigh less in a longer training. There, such a method would save more, compared with
+# FedAvg, and its distance from methods without a dense start, such as STC, would be smaller.
 #
 # ## On CIFAR-10, at tuned rates
 #
-# `params/fair_plan.yaml` compares eleven methods in the training of [13_evidence](13_evidence.ipynb): a ResNet-18 with a quarter of the usual
-# channels, on half of CIFAR-10, for 80 epochs. Each method has its own best learning rate, as on the track, but one size of its masks. The plan
-# has two stages, and a method is shown here as soon as all runs of its stage are made.
+# `params/fair_plan.yaml` compares eleven methods in the training of [13_evidence](13_evidence.ipynb): a ResNet-18 with a quarter of the
+# usual channels, on half of CIFAR-10, for 80 epochs. Each method has its own best learning rate, as on the track, but one size of its
+# masks. The plan has two stages, and a method is shown here as soon as all runs of its stage are made.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 fair_plan = lab.ROOT / "params/fair_plan.yaml"
@@ -244,10 +256,11 @@ else:
 # ## The time on a link
 #
 # Megabytes are not the same as time. Every round also costs the link's latency, however short its messages are. On a fast link with a high
-# latency, the number of rounds therefore decides, and local steps help more than shorter messages.
+# latency, the number of rounds therefore decides, and local steps shorten the time more than shorter messages do. But on this track they
+# cost much accuracy, as the second column shows, so compare only methods whose accuracy you accept.
 #
-# The table shows the minutes that all messages of the whole training take, up and down, with one latency per round. They contain
-# **no computing**. The methods are ordered by the slowest link.
+# The table shows the minutes that all messages of the whole training take, up and down, with one latency per round. They contain **no
+# computing**. The methods are ordered by the slowest link.
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -267,9 +280,10 @@ display(Markdown(lab.markdown(pd.DataFrame(taken))))
 print(f"Minutes of communication in the whole training, with {latency:g} ms of latency per round.")
 
 # %% [markdown]
-# These times are calculated by dividing bytes by the rate of the link. [12_real_training](12_real_training.ipynb) measured steps of DDP on
-# links that were limited to a given rate. The next line compares the two: it divides the time that the limit really added to a step by the
-# calculated time, for those cases in which sending takes longer than everything else.
+# Each time is the bytes divided by the rate of the link, plus the latency of each round. Only the first part was checked:
+# [12_real_training](12_real_training.ipynb) measured steps of DDP on links that were limited to a given rate. The next line compares the
+# two: it divides the time that the limit really added to a step by the calculated time, for those cases in which sending takes longer than
+# everything else.
 
 # %%
 measured = links_of.read_stages("GPT", "10 million, settings", "100 million, settings")
@@ -281,10 +295,11 @@ print(
 # %% [markdown]
 # ## On text
 #
-# There is no such track for text yet. An older and less strict comparison trained a small GPT with these methods (`params/rivals_text.yaml`,
-# [16_text](16_text.ipynb)). Three learning rates were tried for each method, and the best one was chosen by the test accuracy of one seed, which is also part
-# of the mean. So all methods look slightly better than they are. The difference from FedAvg is computed between runs with the same seed, and its
-# interval from the two methods alone. (Notebook 16 pools the deviations of all its schemes, so its intervals are narrower.)
+# There is no such track for text yet. An older and less strict comparison trained a small GPT with these methods
+# (`params/rivals_text.yaml`, [16_text](16_text.ipynb)). Three learning rates were tried for each method, and the best one was chosen by the
+# test accuracy of one seed, which is also part of the mean. So all methods look slightly better than they are. The difference from FedAvg
+# is computed between runs with the same seed, and its interval from the two methods alone. (Notebook 16 pools the deviations of all its
+# schemes, so its intervals are narrower.)
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 sweep = lab.read_sensitivity(lab.ROOT / "params/rivals_text.yaml")
@@ -344,13 +359,13 @@ print(lab.schemes.rivals.__doc__)
 # %% [markdown]
 # ## The bits of one message
 #
-# This section lets four clients exchange one round of a hundred thousand random numbers each, with every method. The *formula* is the paper's
-# (`bit_budget`), with K as a whole number and with the quantizer's means. *Sent* is the length of messages that were really decoded. Three
-# methods (STC, QSGD and CocktailSGD) use shorter codes, so they need fewer bits than the formula.
+# This section lets four clients exchange one round of a hundred thousand random numbers each, with every method. The *formula* is the
+# paper's (`bit_budget`), with K as a whole number and with the quantizer's means. *Sent* is the length of messages that were really
+# decoded. Three methods (STC, QSGD and CocktailSGD) use shorter codes, so they need fewer bits than the formula.
 #
 # The last column checks that nothing is lost. What a client meant to send, minus what it sent, minus the errors that it keeps for later,
-# should be zero. The column gives the norm of this remainder in billionths of the norm of what the client meant to send. FedAvg and QSGD keep
-# no errors, and DGC keeps something else, so they have no number here. Their tests are in `tests/lab/test_rivals.py`.
+# should be zero. The column gives the norm of this remainder in billionths of the norm of what the client meant to send. FedAvg and QSGD
+# keep no errors, and DGC keeps something else, so they have no number here. Their tests are in `tests/lab/test_rivals.py`.
 
 # %%
 DIMENSION, CLIENTS = 100_000, 4
@@ -452,17 +467,18 @@ claim(
 
 # %%
 print(claim.summary())
-for p in stored:
-    print(f"{reached(p)}, rate {p.rate:g}, n = {p.n}")
 often = 0.01 * sum(row["rounds"] for row in track.find_scheme("TCS").scored[1]["rows"])
-print(f"An entry of a 1 % mask is sent {often:.0f} times on average (234 in the paper).")
+print(
+    f"If no round were dense, an entry would be in a 1 % mask {often:.0f} times on average (234 in the paper).\n"
+    "So sparse methods have fewer chances to send an entry here than there."
+)
 
 # %% [markdown]
-# Two limits should be kept in mind. Three seeds cannot decide between methods that are half a point apart. And the rates were chosen with one
-# seed, so that a method's best rate may have been missed by one step of the list.
+# Two limits should be kept in mind. Three seeds cannot decide between methods that are half a point apart. And the rates were chosen with
+# one seed, so that a method's best rate may have been missed by one step of the list.
 #
 # [13_evidence](13_evidence.ipynb) judges the paper's own claims. Next: [18_flower](18_flower.ipynb) uses TCS inside a framework for
 # federated learning.
 
 # %%
-print(f"Shown with {lab.describe_core()}, from {len(stored)} rows of results/compare.")
+print(f"Shown with {lab.describe_core()}.")

@@ -13,11 +13,11 @@
                   (Richtarik et al., 2021, arXiv:2106.05203)
     DGC           top-K with momentum at the clients (Lin et al., 2018, arXiv:1712.01887)
 
-The suffixes of the core can be added where they make sense. For instance, "STC-K4" keeps 1/400 of the
-entries, as in its paper. This module registers two more quantizers: -S<q> rounds at random, and -R<q>
-rounds to the nearest of evenly spaced values. Without a suffix, a method keeps 1 % of the entries, as TCS
-and top-K do here, unless its paper is about another fraction. None of the methods has a dense warm-up,
-because none of their papers has one.
+Without a suffix, STC, EF21 and DGC keep 1 % of the entries, as TCS and top-K do here. (The paper of STC
+keeps 1/400; this is "STC-K4" here.) The suffixes of the core can be added where they make sense. This
+module registers two more quantizers: -S<q> rounds at random, and -R<q> rounds to the nearest of evenly
+spaced values. None of the methods begins with dense rounds, because none of their papers does. DGC begins
+with an epoch in which it sends a quarter of all entries.
 
 EF21 and DGC store more than errors, so they have a client or a server class of their own. The messages of
 EF21 are counted and do not become bytes. Records are named by the fields of a scheme alone. So if you
