@@ -200,6 +200,8 @@ def known_mask(rule: tcs.MaskRule, theta_D: torch.Tensor) -> torch.Tensor:
     """Positions of the shared mask that a rule has now; it may look at the weights."""
     rule.begin(theta_D)
     mask = rule.shared_mask()
+    if mask is None:  # there is none yet
+        return torch.empty(0, dtype=torch.int64)
     return (tcs.mask_to_positions(mask) if mask.dtype == torch.bool else mask).cpu()
 
 
@@ -210,6 +212,7 @@ def follow(name: str) -> pd.DataFrame:
     for epoch in range(federation.config.warmup + 1):
         for update_D in federation.rounds(epoch):
             outsider.observe(update_D)
+            outsider.round = compressor.rule.round  # everybody knows the number of the round
             mask, guess = (known_mask(r, federation.theta_D) for r in (compressor.rule, outsider))
             row = {"dense": compressor.known.dense, "known": torch.equal(mask, guess)}
             rows.append(row | {"stay": 100 * torch.isin(mask, last).float().mean().item()})
@@ -346,14 +349,18 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 # ## What to keep in mind
 #
 # - **Use no hidden information.** The shared mask may depend on the updates, the model, a seed and the number of the round, but not on
-#   anything that a client keeps to itself. Run `follow` on every new rule; it tests the shared mask.
+#   anything that a client keeps to itself. `follow` tests the shared mask. `tcs compare` does not do this, so copy your class into this notebook and run `follow("its name")`.
 # - **One object serves all clients.** If `own_mask` stores something, the next client sees it. This would be a leak of information.
 # - **A client's own mask must not overlap the shared mask.** The core refuses entries that would be sent twice.
 #   `select(…, excluded_D=shared_D)` avoids them; with a mask of booleans, write `& ~shared_D`.
 # - **Draw random masks from `self.seed` and a counter**, as `tcs.RandK` does, and never from `torch.rand`. The server and all clients
 #   must draw the same mask.
-# - **Save the state.** The attributes that `keeps` lists are saved, if they are tensors or numbers, and an interrupted run then continues exactly.
-#   Keep a history as one tensor, and random draws as a counter.
+# - **Save the state.** List all attributes that change in `keeps`. They must be tensors or numbers. Then an interrupted run continues exactly, and
+#   `tcs compare --dry-run` checks this. Keep a history as one tensor, such as `torch.stack` makes it, and random draws as a counter.
+# - **Change no tensor in place.** `update_D` is added to the model afterwards, and the tensors in `keeps` are restored after a round that fails.
+#   So write `self.count_D = 0.8 * self.count_D + new_D`, and not `self.count_D.mul_(0.8).add_(new_D)`.
+# - **`self.select(vector_D, k, phi_min, excluded_D=None)`** returns the positions of the k largest entries. `phi_min` is for layer-wise fairness:
+#   give `self.scheme.phi_min_global` or `self.scheme.phi_min_local`. (You may ignore `among_K`, which makes it faster.)
 # - **Declare the fractions that you really send.** The formula relies on them. The counted bits do not depend on them.
 #
 # ## Claim

@@ -197,7 +197,7 @@ if pd.notna(mechanism := mask["measured"]):
 display(Markdown("\n".join(f"- {what}: {who}." for what, who in advice.items())))
 
 # %% [markdown]
-# **What this does not say.** One small network on synthetic images is one task. Where the column "MB of the dense start" has a number, the
+# **What this does not say.** One small network on synthetic images is one task. Where the column "MB of the dense start, up and down" has a number, the
 # method begins with one dense epoch. These bytes weigh less in a longer training. There, such a method would save more, compared with
 # FedAvg, and its distance from methods without a dense start, such as STC, would be smaller.
 #

@@ -100,6 +100,7 @@ def command_line() -> argparse.ArgumentParser:
     _add_repeat(command)
     add_arguments(command(
         "compare", "tune and score a method from a file, and print its row beside those of known methods",
+        "tcs compare notebooks/examples/per_tensor.py --dry-run",
         "tcs compare notebooks/examples/per_tensor.py",
         "tcs compare mine.py:Mine --densities",
         "tcs compare --list",

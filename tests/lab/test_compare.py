@@ -544,7 +544,32 @@ class Mine(tcs.RandK):
 """
         assert compare(folder, written(folder, text), "--dry-run") != 0
         line = capsys.readouterr().err
-        assert "mine.py" in line and ("kglobal" in line or "gone" in line)
+        assert "mine.py" in line and ("kglobal" in line or "such as gone = None" in line)
+
+
+FORGETFUL = """
+@tcs.register_scheme("Mine", phi_global=0.1, phi_local=0.01)
+class Mine(tcs.TCS):
+    keeps = {keeps}
+    mean_D = 0.0
+    def observe(self, update_D):
+        self.mean_D = 0.9 * self.mean_D + update_D.abs()
+        super().observe(self.mean_D)
+"""
+
+
+def test_a_dry_run_finds_what_a_stopped_run_would_forget(folder, capsys):
+    assert compare(folder, written(folder, FORGETFUL.format(keeps=())), "--dry-run") != 0
+    assert "not in `keeps`: mean_D, allowed" in capsys.readouterr().err
+    assert compare(folder, written(folder, FORGETFUL.format(keeps=("mean_D",))), "--dry-run") == 0
+
+
+def test_a_dry_run_says_what_a_client_sends_and_whether_the_round_was_dense(folder, capsys):
+    text = FORGETFUL.format(keeps=("mean_D",))
+    for end, is_dense in (("", False), ("    def shared_mask(self):\n        return None\n", True)):
+        assert compare(folder, written(folder, text + end), "--dry-run") == 0
+        said = capsys.readouterr().out
+        assert "a client sent" in said and ("because this round was dense" in said) == is_dense
 
 
 def test_a_dry_run_makes_nothing(folder, capsys):

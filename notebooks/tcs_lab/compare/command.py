@@ -23,8 +23,8 @@ def add_arguments(add: Callable[..., Any]) -> None:
     add(
         "--dry-run",
         action="store_true",
-        help="only run a few rounds of a method from a file, to find mistakes in it, and say how many runs are  "
-        "missing and how long they would take",
+        help="only run a few rounds of a method from a file, to find mistakes in it, and say how many bytes it "
+        "sends, how many runs are missing and how long they would take",
     )
     add("--list", action="store_true", help="show the stored rows")
     add("--jobs", type=int, help="number of processes (default: 2)")
@@ -67,7 +67,10 @@ def compare_command(arguments: argparse.Namespace) -> int:
         )
     jobs, slower = arguments.jobs or 2, None
     if arguments.dry_run or len(names) > 1:
-        slower = try_method(track, method, names)
+        trial = try_method(track, method, names)
+        slower = trial.slower
+        if trial.words:
+            print(trial.words)
     say_if_alone(track, method)
     if arguments.dry_run:
         print(describe_hours(track, method, names, jobs, slower))

@@ -286,6 +286,8 @@ def _advice(error: BaseException) -> str:
     """Return what to do about an error of a file whose message does not say it, or ""."""
     if isinstance(error, ModuleNotFoundError):
         return "; allowed: installed modules, because a method must be in one file"
+    if isinstance(error, AttributeError) and error.name in getattr(error.obj, "keeps", ()):
+        return f"; `keeps` lists it, so give it a first value in the class, such as {error.name} = None"
     return ""
 
 

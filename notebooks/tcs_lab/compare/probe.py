@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcs_core import Link, unchanged
+from tcs_core import TCS, Link, MaskRule, Scheme, unchanged
 from tcs_lab.schemes.packing import recoded_size, tensor_bytes
 from tcs_lab.schemes.tensors import TensorClient
 from tcs_lab.training.configuration import RunConfig
@@ -54,13 +54,54 @@ def probe_method(config: RunConfig, tcs: RunConfig, data: Data, turns: int = 15)
         torch.set_num_threads(threads)
 
 
-def play_rounds(config: RunConfig, data: Data) -> int:
-    """Play four rounds of a method and save its state, so that mistakes in it are found in seconds.
-    Return the bytes that all clients sent in the last round."""
-    training = Training(config, data)
+@dataclass(frozen=True)
+class Played:
+    """What the last of the rounds in `play_rounds` was like. `bytes_up` are those of all clients together,
+    and `clients` their number."""
+
+    bytes_up: int
+    clients: int
+    dense: bool
+
+
+def play_rounds(config: RunConfig, data: Data) -> Played:
+    """Play four rounds of a method, so that mistakes in it are found in seconds. Then play two more, here and
+    in a training that has loaded the saved state. Describe the fourth round.
+
+    Raises ValueError if the two do not give the same update.
+    """
+    training, resumed = Training(config, data), Training(config, data)
     next(_skip_start(training, config))
-    training.federation.state_dict()
-    return training.compressor.bytes_up
+    compressor = training.compressor
+    played = Played(compressor.bytes_up, config.client_count, compressor.known.dense)
+    resumed.load_state_dict(training.state_dict())
+    forgotten = _list_forgotten(compressor.rule, resumed.compressor.rule)
+    for _ in range(2):
+        if not torch.equal(training.federation.round(), resumed.federation.round()):
+            got = f"attributes that change and are not in `keeps`: {', '.join(forgotten)}"
+            raise ValueError(
+                "a run that is stopped and goes on must give the same numbers as one that is not: "
+                f"{got if forgotten else 'got others'}, allowed: a class that lists in `keeps` all attributes "
+                "that change, and draws random numbers from self.seed and self.round"
+            )
+    return played
+
+
+def _list_forgotten(rule: MaskRule, resumed: MaskRule) -> list[str]:
+    """List the attributes that a rule has lost after its state was saved and loaded, those of the core
+    excepted."""
+    cores = vars(TCS(Scheme.named("TCS"), [1])).keys() | {"round"}
+    return [
+        name
+        for name, value in vars(rule).items()
+        if name not in cores and not _are_equal(value, getattr(resumed, name, None))
+    ]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and repr(one) == repr(other)
 
 
 def _skip_start(training: Training, config: RunConfig) -> Any:

@@ -14,7 +14,7 @@ import pandas as pd
 
 from tcs_core import Scheme
 from tcs_lab.compare.methods import Method, read_method_file
-from tcs_lab.compare.probe import play_rounds, probe_method
+from tcs_lab.compare.probe import Played, play_rounds, probe_method
 from tcs_lab.compare.scoring import Point, Scores
 from tcs_lab.compare.table import (
     NOTE,
@@ -62,20 +62,29 @@ def _rebuild_run(config: RunConfig, minutes: float | None, method: Method) -> Me
     return MethodRun(config, minutes, method=method)
 
 
-def try_method(track: Track, method: Method, names: Sequence[str]) -> float | None:
-    """Play a few rounds of each scheme of a method from a file. Return how many times as long as a run of
-    TCS one of the first scheme takes; None if that is not measured.
+@dataclass(frozen=True)
+class Trial:
+    """What a few rounds of a method showed. `slower` is how many times as long as a run of TCS one of the
+    method takes; None if that was not measured. `words` describe a round's messages."""
+
+    slower: float | None = None
+    words: str = ""
+
+
+def try_method(track: Track, method: Method, names: Sequence[str]) -> Trial:
+    """Play a few rounds of each scheme of a method from a file.
 
     Raises ValueError, in one line that names the file, for a mistake in it, and for two densities that
     send as many bytes.
     """
     if method.file is None:
-        return None
-    sizes = dict[int, str]()
+        return Trial()
+    sizes, played = dict[int, str](), list[Played]()
     for name in names:
         config = track.find_scheme(name, method).search.config(1.0, track.seeds[0])
         with method.guard(config):
-            size = play_rounds(config, load_data(config))
+            played.append(play_rounds(config, load_data(config)))
+        size = played[-1].bytes_up
         if size in sizes:
             raise ValueError(
                 f"--densities: {method.label}: {sizes[size]} and {name} both send {size:,} bytes in a round, "
@@ -85,11 +94,19 @@ def try_method(track: Track, method: Method, names: Sequence[str]) -> float | No
         sizes[size] = name
     first = track.find_scheme(names[0], method).search.config(1.0, track.seeds[0])
     if first.scheme.centralized:
-        return None
+        return Trial()
     beside = track.find_scheme("TCS").search.config(1.0, track.seeds[0])
+    words = _describe_round(played[0], play_rounds(beside, load_data(beside)))
     with method.guard(first):
         probe = probe_method(first, beside, load_data(first), turns=5)
-    return probe.beside_tcs / first.scheme.local_steps  # an epoch has as many fewer rounds
+    return Trial(probe.beside_tcs / first.scheme.local_steps, words)  # an epoch has fewer rounds
+
+
+def _describe_round(played: Played, tcs: Played) -> str:
+    """Say how many bytes a client sent in a round, beside one of TCS."""
+    mean, of_tcs = (one.bytes_up / one.clients for one in (played, tcs))
+    dense = ", because this round was dense: the method had no mask yet" if played.dense else ""
+    return f"Four rounds were played. In the fourth, a client sent {mean:,.0f} bytes{dense} (TCS sends {of_tcs:,.0f})."
 
 
 def estimate_minutes(track: Track, names: Sequence[str], slower: float | None) -> tuple[float, str]:
@@ -231,17 +248,18 @@ def print_stored(track: Track) -> None:
         print(plain_markdown(table) + "\n")
         print(NOTE.format(scores.confidence) + "\n")
     made, planned = count_stored(track)
-    methods = ", ".join(track.analysis.methods)
-    print(
-        f"{made} of {planned} planned rows are made. The methods, some with several rows: {methods}."
-    )
+    print(f"{made} of {planned} planned rows are made.")
     if made < planned:
+        points = {point.scheme for group in scores.stored.values() for point in group}
+        missing = [s for group in track.analysis.methods.values() for s in group if s not in points]
+        print(f"Missing: {', '.join(missing)}.")
         is_usual = track.path == PLAN
         plan = "params/compare_plan.yaml" if is_usual else track.path
         options = "" if is_usual else f" --plan {plan}"
         folder = f" --results {track.results}" if track.results else ""
         print(
-            f"`tcs compare NAME{options}{folder}` makes the row of a method, `tcs queue {plan}{folder}` all."
+            f"`tcs compare NAME{options}{folder}` makes the row of a method, with --densities also those at two further "
+            f"densities, and `tcs queue {plan}{folder}` all."
         )
 
 

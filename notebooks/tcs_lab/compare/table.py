@@ -39,7 +39,7 @@ def rows_table(
             "Method": point.scheme + mark, "n": str(point.n), "Rate": format_number(point.rate),
             "Accuracy %": f"{point.accuracy:.2f} ± {point.half:.2f}",
             "MB up": format_number(point.up), "MB down": format_number(point.down),
-            "MB of the dense start": start,
+            "MB of the dense start, up and down": start,
             "MB up, re-coded": format_number(recoded),
             "Time of a round (TCS: 1)": format_number(kept.get("beside_tcs", math.nan), 2),
         })  # fmt: skip
