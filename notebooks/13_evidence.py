@@ -12,9 +12,10 @@
 # The paper says, for example, that its method TCS (time-correlated sparsification) loses no accuracy compared with centralized training. To
 # check such a sentence, one has to say how large a loss would still count as none, and how sure one has to be. This notebook judges claims
 # of the paper, and some questions of our own, by our trainings. It reads stored results and trains nothing. *Run time*: seconds. *Read
-# before*: [08_tables_and_curves](08_tables_and_curves.ipynb).
-#
-# The grey bars are folded code cells: click one to open it.
+# before*: [08_tables_and_curves](08_tables_and_curves.ipynb). The grey bars are folded code cells: click one to open it. The second one
+# holds the settings. For example, `evidence = "small"` judges the trainings of another profile: whether TCS loses more than half a point is
+# then open, because there are fewer runs and they vary more.
+
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import math

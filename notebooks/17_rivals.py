@@ -73,7 +73,7 @@ if stored:
     )
     (central,) = scores.stored["Baseline"]
     display(Markdown(
-        f"**In short.** We trained a small network with each of {len(stored)} federated methods, each with its own best learning rate. Two stand "
+        f"**In short.** We trained a small network with each of {sum(map(bool, scores.stored.values())) - 1} federated methods, each with its own best learning rate. Two stand "
         f"out, because they need few bytes for their accuracy: {listed}. Some methods that need more bytes ended up to {best.accuracy - near.accuracy:.1f} "
         f"points above {near.scheme}, which may be chance (a difference is uncertain by ± {worst:.1f} points).{others} Centralized training reached "
         f"{central.accuracy:.1f} %. The accuracies are means of {stored[0].n} seeds, and the megabytes are those that one client sends and receives in the "
@@ -108,7 +108,7 @@ if len(rows):
     display(Markdown(lab.markdown(rows.drop(columns="MB up, re-coded"))))
     print(compare.table.NOTE.format(scores.confidence))
     print(
-        f"{made} of {planned} planned rows are made. The others are some of these methods with larger and smaller masks."
+        f"{made} of {planned} planned rows are made. The others are some of these methods with smaller masks or other sizes."
     )
 
 # %% [markdown]

@@ -13,7 +13,6 @@ from tcs_lab.tables.figures import (
     COLOURS,
     LOOK,
     curve_style,
-    label_ends,
     label_points,
     plain_log,
     text_colour,
@@ -126,7 +125,7 @@ def comparison_figure(scores: Scores, method: str = "") -> Any:
     with rc_context(LOOK):
         figure = Figure(figsize=(8.4, 5.2), layout="constrained")
         axes = figure.subplots()
-        ends, singles = _draw_stored(axes, others)
+        names = _draw_stored(axes, others)
         best = find_front(p for points in others.values() for p in points if p.both > 0)
         axes.step([p.both for p in best], [p.accuracy for p in best], where="post", color="#666666",
                   linewidth=4, alpha=0.25, zorder=0)  # fmt: skip
@@ -142,10 +141,8 @@ def comparison_figure(scores: Scores, method: str = "") -> Any:
         axes.margins(0.08, 0.12)
         plain_log(axes.xaxis)
         axes.grid(alpha=0.25)
-        if ends:
-            label_ends(axes, ends)
         dark = text_colour(COLOURS[0])
-        label_points(axes, [*singles, *((p.scheme, p.both, p.accuracy, dark) for p in stars)])
+        label_points(axes, [*names, *((p.scheme, p.both, p.accuracy, dark) for p in stars)])
         known = "the known methods" if method else "Known methods"
         what = f"{method} (stars) beside {known}" if method else known
         confidence = f"bars: {scores.confidence:.0%} intervals"
@@ -153,11 +150,10 @@ def comparison_figure(scores: Scores, method: str = "") -> Any:
     return figure
 
 
-def _draw_stored(axes: Any, stored: Mapping[str, list[Point]]) -> tuple[list[Any], list[Any]]:
-    """Draw the stored methods. Returns their names, where they stand and their colours: of methods with a
-    line, at its end, and of methods with a single point."""
-    ends: list[Any] = []
-    singles: list[Any] = []
+def _draw_stored(axes: Any, stored: Mapping[str, list[Point]]) -> list[Any]:
+    """Draw the stored methods. Returns their names, each with its place, which is the point with the fewest
+    bytes, and its colour."""
+    names: list[Any] = []
     for name, points in stored.items():
         sent = [point for point in points if point.both > 0]
         for level in (point for point in points if point.both == 0):
@@ -170,6 +166,5 @@ def _draw_stored(axes: Any, stored: Mapping[str, list[Point]]) -> tuple[list[Any
         style, halves = curve_style(name, stored), [point.half for point in sent]
         axes.plot(*xy, **style, markersize=5, linewidth=1, alpha=0.8)
         axes.errorbar(*xy, yerr=halves, fmt="none", ecolor=style["color"], alpha=0.35)
-        named = ends if len(sent) > 1 else singles
-        named.append((name, xy[0][-1], xy[1][-1], style["color"]))
-    return ends, singles
+        names.append((name, xy[0][0], xy[1][0], style["color"]))
+    return names
