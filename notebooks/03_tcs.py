@@ -26,12 +26,7 @@
 # [02_sparsification](02_sparsification.ipynb).
 #
 # *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The second grey bar hides the parameters. Change
-# them there and run all cells again. For example:
-#
-# - `phi_global = 0.05` makes the shared mask five times as large. In our trial, nearly all entries that entered it stayed for another round.
-# - `epochs = 20` trains longer. In our trial, TCS stayed well below dense training, and with the larger local masks of the last sections it reached
-#   it.
-# - `phi_local = 1e-4` lets each client explore only two entries per round, so the mask can only change slowly.
+# them there and run all cells again. Three changes to try stand below the first picture.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
@@ -164,6 +159,13 @@ lab.show_figures()
 # that is, one of the $D$ entries of the update, and each column is one round. The rows are a random sample of the positions that are in the
 # mask in at least one of these rounds. A cell is dark if, in that round, the entry is in the mask of the $K = K_{global}$ largest entries.
 # The section *Why entries do not return to the mask of TCS* looks for the reason why so few entries are in its mask again after two rounds.
+#
+# Three changes to try:
+#
+# - `phi_global = 0.05` makes the shared mask five times as large. In our trial, nearly all entries that entered it stayed for another round.
+# - `epochs = 20` trains longer. In our trial, TCS stayed well below dense training, and with the larger local masks of the last sections it reached
+#   it.
+# - `phi_local = 1e-4` lets each client explore only two entries per round, so the mask can only change slowly.
 #
 # ## One round in a picture
 #
