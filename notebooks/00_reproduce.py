@@ -169,7 +169,7 @@ print(f"This page is drawn from {len(drawn_runs)} records in results/{shown}/run
 #
 #     uv run papermill notebooks/00_reproduce.ipynb results/quick/00_reproduce.ipynb -f params/quick.yaml
 #
-# *Run time*: seconds as it stands, and three to seven minutes for profile `quick` on two cores. *Read before*: the README.
+# *Run time*: seconds as it stands, and three to eleven minutes for profile `quick` on two cores. *Read before*: the README.
 #
 # You can also change the settings in the second grey bar and run all cells again. A setting that is `None` takes its value from the
 # profile's file, or else from the paper. For example:
