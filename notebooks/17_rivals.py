@@ -15,8 +15,8 @@
 # [02_sparsification](02_sparsification.ipynb), [10b_fewer_bytes](10b_fewer_bytes.ipynb).
 #
 # *How to use it*: the grey bars are folded code cells; click one to open it. The second one holds the settings. With `below = 0.3`, a
-# method may lose less than in the section *What to choose*, which should then name TCS first. With `latency = 10` (milliseconds), the times
-# on fast links should become shorter.
+# method may lose less than in the section *What to choose*, which should then name another method first. With `latency = 10`
+# (milliseconds), the times on fast links should become shorter.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
@@ -115,11 +115,11 @@ if len(rows):
 # ## What to choose
 #
 # Each line below is computed from the table above. In the first three, a method may end 1.0 point below FedAvg (`below`), because three
-# seeds cannot show much less. With half a point, TCS would be named instead of STC. A difference is in percentage points and has a 95 %
-# interval. If an interval contains zero, we do not know which of the two methods is more accurate. The intervals follow the plan: they pool
-# the deviations between seeds of all methods. A method whose seeds vary much therefore makes all intervals wider. The last lines also give
-# the difference between runs with the same seed. It uses only the two methods that are compared, and so rests on three numbers. Where the
-# two intervals disagree, we rely on the first.
+# seeds cannot show much less. With half a point, top-K-K4 would be named instead of STC. The suffix -K4 means masks of a quarter of the
+# size, and -K16 of a sixteenth. A difference is in percentage points and has a 95 % interval. If an interval contains zero, we do not know
+# which of the two methods is more accurate. The intervals follow the plan: they pool the deviations between seeds of all methods. A method
+# whose seeds vary much therefore makes all intervals wider. The last lines also give the difference between runs with the same seed. It
+# uses only the two methods that are compared, and so rests on three numbers. Where the two intervals disagree, we rely on the first.
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -197,9 +197,9 @@ if pd.notna(mechanism := mask["measured"]):
 display(Markdown("\n".join(f"- {what}: {who}." for what, who in advice.items())))
 
 # %% [markdown]
-# **What this does not say.** One small network on synthetic images is one task. Where the column "MB of the dense start, up and down" has a number, the
-# method begins with one dense epoch. These bytes weigh less in a longer training. There, such a method would save more, compared with
-# FedAvg, and its distance from methods without a dense start, such as STC, would be smaller.
+# **What this does not say.** One small network on synthetic images is one task. Where the column "MB of the dense start, up and down" has a
+# number, the method begins with one dense epoch. These bytes weigh less in a longer training. There, such a method would save more,
+# compared with FedAvg, and its distance from methods without a dense start, such as STC, would be smaller.
 #
 # ## On CIFAR-10, at tuned rates
 #
