@@ -654,16 +654,14 @@ def top_k_positions(
 
     The result is exact on every device. Of equal magnitudes, the entry with the lower index is
     chosen. Entries in `excluded`, a bool mask (D,) or int64 positions, are never chosen. `among_K`
-    (int64, ascending) are positions outside of which the vector is known to be 0. On a CPU, the
-    other entries are then usually not read.
+    (int64, ascending) are positions outside of which the vector is known to be 0.
 
     Raises ValueError if `vector_D` has several dimensions, if k is not a whole number between 0 and
     the number of entries that are not excluded, if an entry that may be chosen is NaN, or if both
     `excluded` and `among_K` are given.
 
-    On a GPU, values are not checked, because the host would have to wait for them. Make sure that
-    numbers are finite and that a mask leaves at least k entries. Otherwise, NaN counts as the
-    largest number, and excluded entries fill the missing positions.
+    On a GPU, values are not checked, because the host would have to wait for them. There, NaN
+    counts as the largest number, and if a mask leaves fewer than k entries, excluded ones are used.
     """
     if among_K is not None and excluded is not None:
         raise ValueError("among_K: got one together with excluded, allowed: only one of the two")
@@ -3530,22 +3528,18 @@ class Federation:
         """Do one round and return the update (D,) that the server sent. All clients take part, or
         those whose numbers are given.
 
-        The update is in units of model differences or, with global momentum, of gradients.
-
-        Raises ValueError, before the round begins, for clients, a learning rate or a changed module
-        that cannot be used. After that, a round can fail, for instance if a gradient is NaN
-        (NotFiniteError), a feed ends (ValueError) or the user presses Ctrl-C. The exception, which
-        may also be one that your loss has raised, is passed on. A note that is added to it names
-        the round and, unless the error's own text does so, the client. No client's message counts:
+        The update is in units of model differences or, with global momentum, of gradients. Raises
+        ValueError, before the round begins, for clients, a learning rate or a changed module that
+        cannot be used. After that, a round can fail, for instance if a gradient is NaN
+        (NotFiniteError), a feed ends (ValueError) or the user presses Ctrl-C. The exception is
+        passed on, with a note that names the round and the client. No client's message counts:
         theta, momentum, running statistics and masks stay the same, and errors keep the differences
-        of the clients that had sent. `t` and the feed have advanced, and so have the local
-        optimizers of the clients that had trained. If a client's difference was not finite, its
-        local optimizer is replaced by a new one.
+        of the clients that had sent. `t`, the feed and local optimizers have advanced. The local
+        optimizer of a client whose difference was not finite is replaced by a new one.
 
-        At the end of the round, after the messages were averaged, theta is updated. If an exception
-        comes then, for instance from Ctrl-C or from a `server_optimizer`, the round is not undone
-        and stays half done. After that, `round`, `evaluated`, `averaged_state_dict` and
-        `state_dict` raise ValueError until a state is loaded.
+        If an exception comes at the end of the round, while theta is updated, the round is half
+        done. After that, `round`, `evaluated`, `averaged_state_dict` and `state_dict` raise
+        ValueError until a state is loaded.
         """
         chosen = self.compressor.check_clients(clients)
         self._check_usable("round")
@@ -4637,21 +4631,17 @@ def tcs_hook(
        shared mask.
     2. After that, each rank does lines 9 to 12 of the paper's Algorithm 2 for the bucket's
        gradient: it adds its errors, and chooses its own mask outside the shared one. It divides the
-       values on both masks by the number of ranks and rounds them to the gradients' type. These are
-       its contributions to the average.
-    3. Contributions on the shared mask are summed by an all_reduce, in the gradients' type.
-    4. Contributions on the ranks' own masks are exchanged by an all_gather. Each takes 8 bytes: a
-       position and a float32 value.
+       values on both masks by the number of ranks and rounds them to the gradients' type.
+    3. These values on the shared mask are summed by an all_reduce, in the gradients' type.
+    4. Those on the ranks' own masks are exchanged by an all_gather. Each takes 8 bytes: a position
+       and a float32 value.
     5. All ranks put the same average into the bucket, and S_top of it is the next shared mask. Line
        13: from its errors, this rank subtracts what it contributed to the average.
 
-    Register it with `model.register_comm_hook(state, tcs_hook)`; `TCSState` has an example, and an
-    option `momentum`. DDP then calls the hook for each `bucket` of gradients. Returns a future of
-    the bucket's averaged gradient, a flat tensor with the length and type of `bucket.buffer()`.
-
-    Raises ValueError for sparse or complex gradients, for parameters of a second model, and if the
-    caller is not DDP. (`others` takes the further arguments with which FSDP calls its hooks, so
-    that the error can say so.) If the ranks' states differ at the start, all ranks raise it.
+    Register it as in the example of `TCSState`. Returns a future of the averaged gradient of the
+    `bucket`, a flat tensor with the length and type of `bucket.buffer()`. Raises ValueError for
+    sparse or complex gradients, for parameters of a second model, if the caller is not DDP (FSDP
+    calls its hooks with `others`), and if the ranks' states differ.
     """
     _check_caller(state, bucket, others)
     gives_mask = state.iter + 1 >= state.start_iter  # before `begin`, which may count the step
@@ -4669,8 +4659,8 @@ def tcs_hook(
     shares_K = _shares(message.values, ranks, buffer.dtype)
     shared_K, own_K = shares_K.split([len(known.shared_K), len(message.positions)])
 
-    # 3. Flags are sent with the contributions: which parameters have a gradient, and whether this
-    # rank's gradient is not finite, which makes the step void.
+    # 3. Flags say which parameters have a gradient, and whether this rank's is not finite. (If any
+    # rank's is not, the step is void.)
     flags = torch.cat([used_L, ~is_finite.view(1)]).to(buffer.dtype)
     summed = torch.cat([shared_K, flags])
     # 4. The ranks' own masks all have the same size.
@@ -4678,8 +4668,7 @@ def tcs_hook(
     gathered = [torch.empty_like(packed) for _ in range(ranks)]
     futures = [state.all_reduce(summed, "shared"), *state.all_gather(gathered, packed)]
 
-    # 5. While the collectives run, keep little in memory. The intended values are in the errors,
-    # too, and the shared mask as a (D,) tensor is no longer needed.
+    # 5. Keep little in memory meanwhile: the intended values are in the errors, too.
     client.in_flight, known.shared_D = None, known.shared_D.new_empty(0)
     step = UnderWay(client, buffer, used_L.any(), is_finite, summed, packed, gathered)
     return torch.futures.collect_all(futures).then(lambda done: _average(step, done.value()))

@@ -9,28 +9,29 @@
 # %% [markdown]
 # # 09 · Add a scheme of your own
 #
-# **In short.** Write a class of a few lines that selects entries, and register it under a name. It is then a complete scheme: it gets a row in
-# the table and a curve in the figure, and its bits are counted in the same way as those of the paper's schemes. In our first example, the
-# shared mask follows an average of past updates, and it changes less than the mask of TCS. We also show how to detect a scheme that
+# **In short.** Write a class of a few lines that selects entries, and register it under a name. It is then a complete scheme: it gets a row
+# in the table and a curve in the figure, and its bits are counted in the same way as those of the paper's schemes. In our first example,
+# the shared mask follows an average of past updates, and it changes less than the mask of TCS. We also show how to detect a scheme that
 # uses information which the server does not have.
 #
-# **Claim (Table 1, Fig. 3).** An idea for a mask becomes a row of Table 1 and a curve of Fig. 3 with at most ten lines of
-# code. The new scheme trains, every bit that it sends is counted, and it accepts suffixes like the schemes of the paper, for example -L4 for
-# four local steps and -Q5 for values of 5 bits.
+# **Claim (Table 1, Fig. 3).** An idea for a mask becomes a row of Table 1 and a curve of Fig. 3 with at most ten lines of code. The new
+# scheme trains, every bit that it sends is counted, and it accepts suffixes like the schemes of the paper, for example -L4 for four local
+# steps and -Q5 for values of 5 bits.
 #
-# We try three ideas: a shared mask that follows a running average of the updates, clients that send every entry that stands out, and a
-# rule that cheats. A *profile* is a file that says how large the trainings are. The runs here have the profile `ci` and take seconds each.
-# Their rows and bits are correct, but their accuracies mean nothing yet. For meaningful accuracies, run a larger profile
-# from the root of the repository. The profile `quick` needs five minutes or more:
+# We try three ideas: a shared mask that follows a running average of the updates, clients that send every entry that stands out, and a rule
+# that cheats. A *profile* is a file that says how large the trainings are. The runs here have the profile `ci` and take seconds each. Their
+# rows and bits are correct, but their accuracies mean nothing yet. For meaningful accuracies, run a larger profile from the root of the
+# repository. The profile `quick` needs five minutes or more:
 #
 #     uv run papermill notebooks/09_your_own_scheme.ipynb results/quick/own_schemes.ipynb -p profile quick -p seeds 2 -p jobs 2
 #
-# *Run time*: about 30 s on two cores of a Xeon, and about 10 s when the records exist already. *Read before*:
-# [03_tcs](03_tcs.ipynb).
+# *Run time*: about 30 s on two cores of a Xeon, and about 10 s when the records exist already. *Read before*: [03_tcs](03_tcs.ipynb).
 #
 # *How to use it*: the grey bars are folded code cells; click one to open it. The second one holds the parameters. Change them there, or
 # change a scheme, and run all cells again. For example, replace 0.9 by 0.5 in the class `RunningAverage`. Less of the shared mask of
-# `TCS-Average` should then stay from one round to the next. Replace 4 by 3 in the class `Threshold`, and it should send more bits.
+# `TCS-Average` should then stay from one round to the next. Replace 4 by 3 in the class `Threshold`, and it should send more bits. With
+# `seeds = 2`, the table of accuracies has standard deviations. Most of them are about two points, which shows how little these short
+# trainings say about accuracy.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import copy
@@ -54,8 +55,8 @@ torch.set_num_threads(1)
 # The sizes come from `params/<profile>.yaml`. The learning rate and the paper's numbers come from `params/table1.yaml`. A run of `TCS` or
 # `Baseline` here is therefore the same run as in [notebook 08](08_tables_and_curves.ipynb), and has the same record.
 #
-# You can change any of these values and run all cells again. The text between the cells describes the results for the values given here. The
-# outputs of the cells under *Claim* and *What we saw* are computed anew.
+# You can change any of these values and run all cells again. The text between the cells describes the results for the values given here.
+# The outputs of the cells under *Claim* and *What we saw* are computed anew.
 
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 profile = "ci"  # sizes: params/<profile>.yaml; folder under results/
@@ -92,9 +93,9 @@ print(
 lab.show_code(tcs.TCS.shared_mask, tcs.TCS.observe, tcs.MaskRule.own_mask)
 
 # %% [markdown]
-# `select` is the paper's $S_{top}$, which selects the largest entries. `k_global` is $K=\lceil\phi_{global}\,d\rceil$, the number of entries in
-# the shared mask, and $d$ is the number of all entries. Most of the other lines handle two special cases: an update that is zero everywhere,
-# and a mask that shrinks after a sparse warm-up.
+# `select` is the paper's $S_{top}$, which selects the largest entries. `k_global` is $K=\lceil\phi_{global}\,d\rceil$, the number of
+# entries in the shared mask, and $d$ is the number of all entries. Most of the other lines handle two special cases: an update that is zero
+# everywhere, and a mask that shrinks after a sparse warm-up.
 #
 # ## First idea: a mask with a memory
 #
@@ -119,8 +120,8 @@ class RunningAverage(tcs.TCS):
 
 
 # %% [markdown]
-# `keeps` lists the attributes that must be saved so that an interrupted run can continue. The registered name accepts every suffix.
-# The scheme sends as many bits as TCS, because it declares the same fractions $\phi$:
+# `keeps` lists the attributes that must be saved so that an interrupted run can continue. The registered name accepts every suffix. The
+# scheme sends as many bits as TCS, because it declares the same fractions $\phi$:
 
 # %% tags=["nbval-check-output"]
 for suffix in ("", "-L4", "-Q5", "-L4-Q5", "-LF"):
@@ -160,8 +161,8 @@ class Threshold(tcs.MaskRule):
 # %% [markdown]
 # ## A third idea that is not allowed
 #
-# The simulator keeps all clients in one process, so a rule *could* use information that the server does not have. The following
-# rule computes the shared mask from what the last client intended to send:
+# The simulator keeps all clients in one process, so a rule *could* use information that the server does not have. The following rule
+# computes the shared mask from what the last client intended to send:
 
 
 # %%
@@ -182,9 +183,9 @@ class Peek(tcs.TCS):
 # %% [markdown]
 # The scheme trains, and its number of bits looks like that of TCS. But this number is wrong, because the secret information was never sent.
 #
-# A **replay** detects this. We copy the rule before the first round and show the copy only the updates and the model, which the server and all
-# clients know. If the copy finds the right mask in every round, the shared mask needs no hidden information.
-# The replay tests the shared mask only. It cannot detect that `own_mask` of one client learns something from another client.
+# A **replay** detects this. We copy the rule before the first round and show the copy only the updates and the model, which the server and
+# all clients know. If the copy finds the right mask in every round, the shared mask needs no hidden information. The replay tests the
+# shared mask only. It cannot detect that `own_mask` of one client learns something from another client.
 
 
 # %%
@@ -229,8 +230,8 @@ for name, rounds in followed.items():
     )
 
 # %% [markdown]
-# Three rules are honest. The fourth is detected as soon as the sparse rounds begin. (Threshold has no shared mask, so there is nothing
-# that it could hide.) The same rounds show what the memory does:
+# Three rules are honest. The fourth is detected as soon as the sparse rounds begin. (Threshold has no shared mask, so there is nothing that
+# it could hide.) The same rounds show what the memory does:
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 fig, ax = plt.subplots(figsize=(7.6, 3.8), layout="constrained")
@@ -246,8 +247,8 @@ fig.legend(loc="outside lower center", ncols=3, frameon=False)
 lab.show_figures()
 
 # %% [markdown]
-# In sparse rounds, the running average keeps most of its mask, while TCS replaces a large part of its mask in every round. This is one short
-# training of a tiny network, so its numbers say little about other trainings. We see two likely causes.
+# In sparse rounds, the running average keeps most of its mask, while TCS replaces a large part of its mask in every round. This is one
+# short training of a tiny network, so its numbers say little about other trainings. We see two likely causes.
 #
 # The first is that errors accumulate. The update is zero outside the masks, so a new entry of the shared mask can only come from a client's
 # own mask. What the client sends there has accumulated over many rounds. The entry is therefore large once, enters the shared mask, and is
@@ -256,9 +257,9 @@ lab.show_figures()
 #
 # ## Names and values of your own
 #
-# You can also add suffixes and quantizers. A **suffix** says which fields of `Scheme` it sets, and what a scheme needs for the
-# suffix to make sense. A **quantizer** returns a code for each value and the magnitude that each code stands for. Its letter becomes a
-# suffix, too. The quantizer below divides the magnitudes into intervals of equal width; the paper uses intervals of equal ratio.
+# You can also add suffixes and quantizers. A **suffix** says which fields of `Scheme` it sets, and what a scheme needs for the suffix to
+# make sense. A **quantizer** returns a code for each value and the magnitude that each code stands for. Its letter becomes a suffix, too.
+# The quantizer below divides the magnitudes into intervals of equal width; the paper uses intervals of equal ratio.
 
 
 # %%
@@ -290,10 +291,10 @@ for name in ("TCS-G5", "TCS-Average-G5-Q5", "TCS-Average-G5-U5"):
 #
 # ## The row and the curve
 #
-# The remaining steps are those of notebook 08: plan, run, summary and figure. A record is reused if its configuration is the same.
-# For your own scheme, the code of its class belongs to the configuration, so its runs are made again when you edit the class. Functions
-# outside of the class do *not* belong to the configuration, even if a method calls them. Put such code into the class, or rename the scheme
-# when it changes.
+# The remaining steps are those of notebook 08: plan, run, summary and figure. A record is reused if its configuration is the same. For your
+# own scheme, the code of its class belongs to the configuration, so its runs are made again when you edit the class. Functions outside of
+# the class do *not* belong to the configuration, even if a method calls them. Put such code into the class, or rename the scheme when it
+# changes.
 
 # %%
 configs = lab.plan(params | {"schemes": own + beside})
@@ -393,21 +394,22 @@ claim("the replay accepts the honest rules and rejects the cheat", honest == rig
 # %% [markdown]
 # ## Is it better than what exists?
 #
-# The runs above show that a scheme works. They cannot show that it is *better* than another one: for that, every scheme needs its own
-# best learning rate, and it must be scored with other seeds and on other images than those that chose the rate. One command does all of
-# this for a file that contains your scheme:
+# The runs above show that a scheme works. They cannot show that it is *better* than another one: for that, every scheme needs its own best
+# learning rate, and it must be scored with other seeds and on other images than those that chose the rate. One command does all of this for
+# a file that contains your scheme:
 #
 #     uv run tcs compare notebooks/examples/mask_rule.py
 #
-# The [file](examples/mask_rule.py) has the class `TCS-Average` of this notebook under another name. Begin with `--dry-run`, which plays a few
-# rounds to find mistakes, and says how long the comparison takes: about a quarter of an hour on two cores. The command trains a small ResNet
-# with ten clients on synthetic images, which it makes itself. It tries four learning rates, or a few more while the best one is the smallest or the
-# largest, chooses the best one on 15,000 images, and trains with three more seeds, which are scored on 26,000 other images. If you stop it, the next call continues.
+# The [file](examples/mask_rule.py) has the class `TCS-Average` of this notebook under another name. Begin with `--dry-run`, which plays a
+# few rounds to find mistakes, and says how long the comparison takes: about a quarter of an hour on two cores. The command trains a small
+# ResNet with ten clients on synthetic images, which it makes itself. It tries four learning rates, or a few more while the best one is the
+# smallest or the largest, chooses the best one on 15,000 images, and trains with three more seeds, which are scored on 26,000 other images.
+# If you stop it, the next call continues.
 #
-# It then prints the row of your scheme beside the rows of known methods. A second table says how much higher or lower your scheme's accuracy
-# is than that of each known method, with a 95 % interval, and how many bytes that method sends. Where a known method has runs with about as many
-# bytes as yours, the table also has the difference at equal bytes. The bytes are those of both directions. The row, your
-# file and a picture are kept in `results/compare/<name of the scheme>/`. If you change the file, the runs are made again.
+# It then prints the row of your scheme beside the rows of known methods. A second table says how much higher or lower your scheme's
+# accuracy is than that of each known method, with a 95 % interval, and how many bytes that method sends. Where a known method has runs with
+# about as many bytes as yours, the table also has the difference at equal bytes. The bytes are those of both directions. The row, your file
+# and a picture are kept in `results/compare/<name of the scheme>/`. If you change the file, the runs are made again.
 #
 # A rule whose mask does not depend on updates needs a single method. This one sends every second entry, the even ones in even rounds:
 #
@@ -420,10 +422,11 @@ claim("the replay accepts the honest rules and rejects the cheat", honest == rig
 # `dense_warmup=False`. Error feedback is on unless it is registered with `error_accumulation=False`.
 #
 # A mask rule has these attributes: `dimension` (the number of entries D), `k_global` and `k_local` (the sizes of the masks in this round),
-# `round`, `seed`, `device`, `layer_sizes` and `scheme`. `shared_mask()` returns positions (int64, ascending) or a bool tensor (D,), or None as
-# long as there is no mask, which makes the round dense. Give `phi_local=None` for a scheme in which clients add no entries of their own. With
-# `--densities`, the comparison also tries masks that are four and sixteen times smaller, and sets `k_global` and `k_local` accordingly. The
-# folder [examples](examples) has two more forms that a method can have: a client and a server, and a class that compresses one tensor.
+# `round`, `seed`, `device`, `layer_sizes` and `scheme`. `shared_mask()` returns positions (int64, ascending) or a bool tensor (D,), or None
+# as long as there is no mask, which makes the round dense. Give `phi_local=None` for a scheme in which clients add no entries of their own.
+# With `--densities`, the comparison also tries masks that are four and sixteen times smaller, and sets `k_global` and `k_local`
+# accordingly. The folder [examples](examples) has two more forms that a method can have: a client and a server, and a class that compresses
+# one tensor.
 #
 # The next cell shows the rows that are stored for all known methods, and the row of `mask_rule.py` if you have made it.
 
@@ -465,11 +468,11 @@ for name in ("TCS", "TCS-Average"):
 
 # %% [markdown]
 # To find out whether an idea is *good*, use a larger profile and more trials; the command at the top does this. The profile `ci` trains for
-# three epochs only. Every scheme then ends far below the Baseline, and the differences between the schemes are noise. We were surprised
-# how much the shared mask of TCS changes, and how much less it changes if it follows an average.
+# three epochs only. Every scheme then ends far below the Baseline, and the differences between the schemes are noise. We were surprised how
+# much the shared mask of TCS changes, and how much less it changes if it follows an average.
 #
-# For another table or profile, change `files` and `profile` above. To use the scheme in [notebook 08](08_tables_and_curves.ipynb),
-# copy its class into a cell of that notebook, because a name is known only where it was registered. Next:
+# For another table or profile, change `files` and `profile` above. To use the scheme in [notebook 08](08_tables_and_curves.ipynb), copy its
+# class into a cell of that notebook, because a name is known only where it was registered. Next:
 # [10_bits_on_the_wire](10_bits_on_the_wire.ipynb) counts every byte.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]

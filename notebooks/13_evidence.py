@@ -14,7 +14,8 @@
 # of the paper, and some questions of our own, by our trainings. It reads stored results and trains nothing. *Run time*: seconds. *Read
 # before*: [08_tables_and_curves](08_tables_and_curves.ipynb). The grey bars are folded code cells: click one to open it. The second one
 # holds the settings. For example, `evidence = "small"` judges the trainings of another profile: whether TCS loses more than half a point is
-# then open, because there are fewer runs and they vary more.
+# then open, because there are fewer runs and they vary more. With `evidence = "cpu"`, it is open, too, and TCS-L4-Q5 still loses more than
+# that. `beside = [["short", 15]]` makes the tables of further trainings shorter.
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]

@@ -10,12 +10,12 @@
 # # 16 · Beyond images: a small GPT on text
 #
 # Does TCS work for a language model? The paper trains networks on images only. Its central assumption, however, is about training in
-# general: entries of the update that are large now stay large for a while. This notebook checks the assumption with a small transformer that
-# learns to predict the next character of a text.
+# general: entries of the update that are large now stay large for a while. This notebook checks the assumption with a small transformer
+# that learns to predict the next character of a text.
 #
-# **Claim (beyond the paper).** On text, with clients whose data differ, consecutive updates share more of their largest entries than
-# chance would give, and a client of TCS sends about 100 times fewer bits than in dense training. The paper's other claims are judged
-# further down, from recorded runs.
+# **Claim (beyond the paper).** On text, with clients whose data differ, consecutive updates share more of their largest entries than chance
+# would give, and a client of TCS sends about 100 times fewer bits than in dense training. The paper's other claims are judged further down,
+# from recorded runs.
 #
 # Nothing has to be downloaded. The text is `pydoc_data.topics`, the help topics that come with every Python.
 #
@@ -24,7 +24,8 @@
 #
 # *How to use it*: the grey bars are folded code cells; click one to open it. The second one holds the parameters. Change them there and run
 # all cells again. For example, with `rounds = 400` less of the mask should stay on average, because masks stay longest at the start of a
-# training. With `phi_global = 0.1`, more of the mask should stay by chance. The recorded runs do not change.
+# training. With `phi_global = 0.1`, more of the mask should stay by chance. The recorded runs do not change. With `drawn = ["FedAvg",
+# "top-K", "TCS"]`, the figure has only these three curves.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import collections
@@ -148,13 +149,12 @@ lines = pd.DataFrame([line(name, groups[name]) for name in sorted(groups, key=st
 display(Markdown(lab.markdown(lines) if len(lines) else "no records yet"))
 
 # %% [markdown]
-# **How to read this.** The number after "at" is the learning rate, and n is the number of seeds. The rates were found in short dense trainings
-# (`params/table_text.yaml` has the numbers), and no sparse scheme was tuned. So what a scheme with momentum loses here may come from its rate.
-# FedAvg-L4 sends everything after four local steps. Next to it one sees how much of the loss of TCS-L4-Q5 is due to these steps.
-# *Bits per character* is the test loss,
-# converted to bits. *Accuracy* is the share of next characters that were predicted correctly. *Times fewer bits sent* compares a client
-# with dense training, after the warm-up. "Global Momentum" means that the server applies momentum (Alg. 3). We do not know why top-K, which
-# is sparse, ends below dense training here.
+# **How to read this.** The number after "at" is the learning rate, and n is the number of seeds. The rates were found in short dense
+# trainings (`params/table_text.yaml` has the numbers), and no sparse scheme was tuned. So what a scheme with momentum loses here may come
+# from its rate. FedAvg-L4 sends everything after four local steps. Next to it one sees how much of the loss of TCS-L4-Q5 is due to these
+# steps. *Bits per character* is the test loss, converted to bits. *Accuracy* is the share of next characters that were predicted correctly.
+# *Times fewer bits sent* compares a client with dense training, after the warm-up. "Global Momentum" means that the server applies momentum
+# (Alg. 3). We do not know why top-K, which is sparse, ends below dense training here.
 #
 # In the warm-up, which is one epoch of ten, every scheme sends whole updates. The axis of the right panel starts after it, because most of
 # what the sparse schemes sent was sent in the warm-up. The megabytes in the table include it.
@@ -163,9 +163,9 @@ display(Markdown(lab.markdown(lines) if len(lines) else "no records yet"))
 # %% [markdown]
 # ## Text, and who has it
 #
-# Every client holds whole help topics, which are dealt out at random. For example, one client learns about classes and another about strings.
-# The topics have very different lengths. A client therefore counts in the average in proportion to the amount of text that it has. The last
-# tenth of every topic is the test text.
+# Every client holds whole help topics, which are dealt out at random. For example, one client learns about classes and another about
+# strings. The topics have very different lengths. A client therefore counts in the average in proportion to the amount of text that it has.
+# The last tenth of every topic is the test text.
 
 # %%
 config = lab.plan(params | {"schemes": ["FedAvg-Global Momentum"], "seeds": [seed]})[0]
@@ -268,16 +268,16 @@ print(
 # ## Which claims carry over
 #
 # The claims are judged as in [13_evidence](13_evidence.ipynb): a claim is **supported** if the whole 95 % interval is within its bound,
-# **contradicted** if the whole interval is outside, and otherwise **open**. The claims and their bounds are in
-# `params/claims_text.yaml`, whose first lines say which results were known when it was written.
+# **contradicted** if the whole interval is outside, and otherwise **open**. The claims and their bounds are in `params/claims_text.yaml`,
+# whose first lines say which results were known when it was written.
 #
-# Numbers of bits follow from the scheme, so their verdict is *by construction*. The column *Ours* gives a difference in points of accuracy, a
-# factor (×), or the number between 0 and 1 from the section above.
+# Numbers of bits follow from the scheme, so their verdict is *by construction*. The column *Ours* gives a difference in points of accuracy,
+# a factor (×), or the number between 0 and 1 from the section above.
 #
 # The intervals have two limits. First, they use one standard deviation for all schemes together. We chose this rule when we knew the
-# results of all these runs. The earlier rule used only the seeds of the two schemes that are compared. By that rule, it would be open whether
-# TCS ends above top-K without momentum. Second, the intervals say how much a result may change with other seeds, but not with another test text,
-# because the runs did not store which characters were predicted correctly. With both, the intervals would be wider.
+# results of all these runs. The earlier rule used only the seeds of the two schemes that are compared. By that rule, it would be open
+# whether TCS ends above top-K without momentum. Second, the intervals say how much a result may change with other seeds, but not with
+# another test text, because the runs did not store which characters were predicted correctly. With both, the intervals would be wider.
 
 # %%
 judged = lab.judge_claims(read, records)
@@ -319,11 +319,11 @@ for verdict, claims in judged.groupby("verdict")["says"]:
     print("not measured (too few runs):" if few else f"{verdict}:", *claims, sep="\n    ")
 
 # %% [markdown]
-# The clients of the recorded runs have different texts, but all of them take part in every round. What happens when only some of them do is not
-# shown here. [12_real_training](12_real_training.ipynb) trains a GPT with DDP, and compares TCS and PowerSGD there.
+# The clients of the recorded runs have different texts, but all of them take part in every round. What happens when only some of them do is
+# not shown here. [12_real_training](12_real_training.ipynb) trains a GPT with DDP, and compares TCS and PowerSGD there.
 #
-# Next: [17_rivals](17_rivals.ipynb) compares TCS with other methods, and [15_your_own_model](15_your_own_model.ipynb) takes your own model and
-# data.
+# Next: [17_rivals](17_rivals.ipynb) compares TCS with other methods, and [15_your_own_model](15_your_own_model.ipynb) takes your own model
+# and data.
 
 # %%
 print(f"Made with {lab.describe_core()}, on {text.label}, and from {len(records)} records.")

@@ -16,7 +16,8 @@
 #
 # *How to use it*: the grey bars are folded code cells; click one to open it. The second one holds the settings. With `below = 0.3`, a
 # method may lose less than in the section *What to choose*, which should then name another method first. With `latency = 10`
-# (milliseconds), the times on fast links should become shorter.
+# (milliseconds), the times on fast links should become shorter. With `links = [1, 1000]`, the last column should show hardly more than the
+# latency.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
