@@ -564,6 +564,48 @@ def test_a_dry_run_finds_what_a_stopped_run_would_forget(folder, capsys):
     assert compare(folder, written(folder, FORGETFUL.format(keeps=("mean_D",))), "--dry-run") == 0
 
 
+MISTAKES = {  # the end of a rule's class, and what a dry run says about it
+    "observe: changed its tensor in place": """
+    def observe(self, update_D):
+        super().observe(update_D.abs_())
+""",
+    "own_mask: changed its tensor in place": """
+    def own_mask(self, intended_D, shared_D, k):
+        return super().own_mask(intended_D.abs_(), shared_D, k)
+""",
+    "a second object of the class found another one": """
+    number = 0
+    keeps = ("number",)
+    def own_mask(self, intended_D, shared_D, k):
+        self.number = self.number + 1
+        self.best = intended_D.abs().argmax()
+        return super().own_mask(intended_D, shared_D, k)
+    def observe(self, update_D):
+        changed_D = update_D.clone()
+        changed_D[self.best if self.number else 0] = 100.0
+        super().observe(changed_D)
+""",
+}
+
+
+@pytest.mark.parametrize("says", MISTAKES)
+def test_a_dry_run_finds_masks_that_nobody_can_know_and_changes_in_place(folder, capsys, says):
+    head = FORGETFUL.partition("    keeps")[0]
+    assert compare(folder, written(folder, head + MISTAKES[says]), "--dry-run") != 0
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert says in line and "mine.py" in line
+
+
+def test_a_dry_run_asks_about_a_misspelt_method(folder, capsys):
+    head, end = FORGETFUL.format(keeps=("mean_D",)).rsplit("def observe", 1)
+    for name, asks in (("obseve", True), ("observe", False), ("_mean_of", False)):
+        text = f"{head}def {name}{end}"
+        assert compare(folder, written(folder, text), "--dry-run") == 0
+        assert (
+            "`obseve`, which is never called. Is `observe` meant?" in capsys.readouterr().out
+        ) == asks
+
+
 def test_a_dry_run_says_what_a_client_sends_and_whether_the_round_was_dense(folder, capsys):
     text = FORGETFUL.format(keeps=("mean_D",))
     for end, is_dense in (("", False), ("    def shared_mask(self):\n        return None\n", True)):

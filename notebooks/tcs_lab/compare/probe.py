@@ -3,7 +3,10 @@ shorter a better code makes its bytes, and whether its messages can be decoded."
 
 from __future__ import annotations
 
+import difflib
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -57,23 +60,28 @@ def probe_method(config: RunConfig, tcs: RunConfig, data: Data, turns: int = 15)
 @dataclass(frozen=True)
 class Played:
     """What the last of the rounds in `play_rounds` was like. `bytes_up` are those of all clients together,
-    and `clients` their number."""
+    and `clients` their number. `remark` says what looks like a mistake and is allowed."""
 
     bytes_up: int
     clients: int
     dense: bool
+    remark: str = ""
 
 
 def play_rounds(config: RunConfig, data: Data) -> Played:
     """Play four rounds of a method, so that mistakes in it are found in seconds. Then play two more, here and
     in a training that has loaded the saved state. Describe the fourth round.
 
-    Raises ValueError if the two do not give the same update.
+    Raises ValueError if the two do not give the same update, if a rule changes a tensor that it is given,
+    and if the shared mask cannot be known to everybody.
     """
     training, resumed = Training(config, data), Training(config, data)
-    next(_skip_start(training, config))
     compressor = training.compressor
-    played = Played(compressor.bytes_up, config.client_count, compressor.known.dense)
+    with _refuse_changes(compressor.rule):
+        _replay_masks(training, _repeat_epoch(training, min(config.warmup, config.epochs - 1)))
+    played = Played(
+        compressor.bytes_up, config.client_count, compressor.known.dense, _find_misspelling(compressor.rule)
+    )  # fmt: skip
     resumed.load_state_dict(training.state_dict())
     forgotten = _list_forgotten(compressor.rule, resumed.compressor.rule)
     for _ in range(2):
@@ -85,6 +93,69 @@ def play_rounds(config: RunConfig, data: Data) -> Played:
                 "that change, and draws random numbers from self.seed and self.round"
             )
     return played
+
+
+@contextmanager
+def _refuse_changes(rule: MaskRule) -> Iterator[None]:
+    """Raise ValueError if `observe` or `own_mask` changes the tensor that it is given."""
+
+    def watch(name: str) -> None:
+        method = getattr(rule, name)
+
+        def watched(given_D: Tensor, *others: Any) -> Any:
+            before_D = given_D.clone()
+            result = method(given_D, *others)
+            if not torch.equal(given_D, before_D):
+                raise ValueError(
+                    f"{name}: changed its tensor in place, allowed: a copy (tensor.clone())"
+                )
+            return result
+
+        setattr(rule, name, watched)
+
+    names = ("observe", "own_mask")
+    for name in names:
+        watch(name)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(rule, name)
+
+
+def _replay_masks(training: Training, rounds: Iterator[Tensor], count: int = 4) -> None:
+    """Play rounds, and let a second rule follow them that sees only what the server and all clients know: the
+    updates, the model, and the round's number. Raises ValueError if it chooses another shared mask."""
+    known, rule = training.compressor.known, training.compressor.rule
+    outsider = type(rule)(rule.scheme, rule.layer_sizes, rule.device, rule.seed)
+    for _ in range(count):
+        theta_D = training.theta_D.clone()
+        update_D = next(rounds)
+        outsider.round = rule.round
+        outsider.begin(theta_D, rule.mask_factor)
+        mask = outsider.shared_mask()
+        guess_K = None if mask is None else known.positions_of(mask)
+        if not known.dense and (guess_K is None or not torch.equal(guess_K, known.shared_K)):
+            raise ValueError(
+                "shared_mask: the server and each client must find the same mask, but in round "
+                f"{known.round}, a second object of the class found another one, allowed: a mask that follows "
+                "from the updates given to `observe`, the parameters given to `begin`, self.round and self.seed"
+            )
+        outsider.observe(update_D.clone())
+
+
+def _find_misspelling(rule: MaskRule) -> str:
+    """Name a method of a user's rule that is spelt almost like one that the core calls."""
+    calls = [name for name in dir(MaskRule) if not name.startswith("_")]
+    own = [
+        cls
+        for cls in type(rule).__mro__
+        if issubclass(cls, MaskRule) and cls.__module__ != "tcs_core"
+    ]
+    for name in (name for cls in own for name in vars(cls) if name not in dir(TCS)):
+        if meant := difflib.get_close_matches(name.strip("_"), calls, 1, 0.8):
+            return f"The class has `{name}`, which is never called. Is `{meant[0]}` meant?"
+    return ""
 
 
 def _list_forgotten(rule: MaskRule, resumed: MaskRule) -> list[str]:

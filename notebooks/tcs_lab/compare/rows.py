@@ -106,7 +106,7 @@ def _describe_round(played: Played, tcs: Played) -> str:
     """Say how many bytes a client sent in a round, beside one of TCS."""
     mean, of_tcs = (one.bytes_up / one.clients for one in (played, tcs))
     dense = ", because this round was dense: the method had no mask yet" if played.dense else ""
-    return f"Four rounds were played without a mistake. In the fourth, a client sent {mean:,.0f} bytes{dense} (TCS sends {of_tcs:,.0f})."
+    return f"Four rounds were played without a mistake. In the fourth, a client sent {mean:,.0f} bytes{dense} (TCS sends {of_tcs:,.0f}). {played.remark}".rstrip()
 
 
 def estimate_minutes(track: Track, names: Sequence[str], slower: float | None) -> tuple[float, str]:
