@@ -438,8 +438,9 @@ rows = compare.rows.stored_table(track, scores)
 mine = compare.table.rows_table([(method.name, point) for point in scores.points], {})
 made, planned = compare.rows.count_stored(track)
 if len(rows):
-    display(Markdown(lab.markdown(pd.concat([mine, rows]).drop(columns="MB up, re-coded"))))
-    print(compare.table.NOTE.format(scores.confidence))
+    rows = pd.concat([mine, rows]).drop(columns="MB up, re-coded")
+    display(Markdown(lab.markdown(rows)))
+    print(compare.table.describe_rows(rows, scores.confidence))
 print(
     f"{made} of {planned} stored rows are made. {method.name}: {'made' if len(mine) else 'not made yet'}"
 )

@@ -13,9 +13,9 @@
 # check such a sentence, one has to say how large a loss would still count as none, and how sure one has to be. This notebook judges claims
 # of the paper, and some questions of our own, by our trainings. It reads stored results and trains nothing. *Run time*: seconds. *Read
 # before*: [08_tables_and_curves](08_tables_and_curves.ipynb). The grey bars are folded code cells: click one to open it. The second one
-# holds the settings. For example, `evidence = "small"` judges the trainings of another profile: whether TCS loses more than half a point is
-# then open, because there are fewer runs and they vary more. With `evidence = "cpu"`, it is open, too, and TCS-L4-Q5 still loses more than
-# that. `beside = [["short", 15]]` makes the tables of further trainings shorter.
+# holds the settings. With `evidence = "small"`, other trainings are judged, and whether TCS loses more than half a point is open, because
+# there are fewer runs and they vary more. With `evidence = "cpu"`, it is open, too, and TCS-L4-Q5 still loses more than that. `beside =
+# [["short", 15]]` makes the tables of further trainings shorter.
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -153,11 +153,11 @@ controls = lab.ROOT / "params/controls_plan.yaml"
 answers = lab.control_answers(controls, results)
 mechanism = answers.set_index("question").loc["mechanism"]
 asked = (
-    f" In TCS, all clients share a mask, which says which entries they send. It is taken from the last update. Would any other mask do? The "
+    f" In TCS, all clients share a mask, which says which entries most of their messages contain. It is taken from the last update. Would any other mask do? The "
     f"difference between TCS and the same scheme with a random shared mask is {lab.format_estimate(mechanism)} points. The claim that "
     f"masks taken from the last update gain TCS more than {mechanism['bound_value']:g} points (a bound of ours) is **{mechanism['verdict']}** (n = {mechanism['n']}). "
     + (
-        f"By a second interval, from a bootstrap, it is {weaker}."
+        f"A second way to compute the interval, a bootstrap, makes it slightly wider. With that one, the answer would be {weaker}."
         if (weaker := lab.differing_bootstrap_verdict(mechanism))
         else ""
     )
@@ -177,7 +177,7 @@ display(
     Markdown(
         f"**In short.** The paper says that TCS keeps the accuracy of centralized training. It says the same of TCS-L4-Q5, "
         f"a variant with four local steps per round and 5-bit values, whose clients send about 2000 times fewer bits than in training that "
-        f"sends everything. (Here the first epoch, in which everything is sent, is not counted.) We allow a loss of {-kept['bound_value']:g} "
+        f"sends everything. (This factor leaves out the dense start, in which everything is sent: five epochs in the paper, one in our trainings.) We allow a loss of {-kept['bound_value']:g} "
         f"points. In our trainings, TCS differs from centralized training by {lab.format_estimate(kept)} points: "
         f"**{kept['verdict']}**. TCS-L4-Q5 differs by {lab.format_estimate(short)}: **{short['verdict']}**. "
         "Our trainings are smaller than the paper's and use its learning rates, without tuning. Training that sends everything, "
@@ -201,27 +201,30 @@ display(
 # Each line of the figure is one of the six main claims. The plan named them, before the runs. Four are claims of the paper. The other two
 # are our own questions: they compare TCS with training that sends everything. Each claim is about the difference between the final test
 # accuracies of two methods, in percentage points, with a 95 % confidence interval. Our trainings are on the left, and what the paper prints
-# is on the right. Each line names two methods, and below them stands what is claimed. The shaded area is where that is true. The edge of
-# this area is the *bound* of the claim, for example −0.5 points. We chose half a point as the largest loss that still counts as none,
-# because it is about twice the standard deviations between trials that the paper prints. A claim is **supported** if its whole interval is
-# in the shaded area, **contradicted** if the whole interval is outside, and **open** if the interval contains the bound.
+# is on the right. Each line names two methods, and below them stands what is claimed. The shaded area contains the differences for which
+# the claim is true. The edge of this area is the *bound* of the claim, for example −0.5 points. We chose half a point as the largest loss
+# that still counts as none, because it is somewhat more than the standard deviation between repeated trainings of one method in the paper
+# (0.14 to 0.35 points). A claim is **supported** if its whole interval is in the shaded area, **contradicted** if the whole interval is
+# outside, and **open** if the interval contains the bound.
 #
 # *Names*: *Baseline* is centralized training. *FedAvg* is federated training in which every client sends all entries of its update. We call
 # this *dense* training. In *top-K*, each client sends only the largest entries of its own update. In *TCS*, it mostly sends the entries of
 # a *mask*, a set of positions that all clients share. The suffix -L4 means four local steps per round, and -Q5 means values of 5 bits.
 # *Layer-wise fairness* guarantees every layer a minimum share of the mask ([04](04_layerwise_fairness.ipynb)). With *global momentum*, the
 # server and all clients apply the same momentum to the averaged update ([05](05_global_momentum.ipynb)). The learning rate $\eta$ is 0.5 in
-# the paper's Table 1 and 0.8 in its Table 2. Our data set is a copy of CIFAR-10 in which every image is stored as a JPEG file. Tables 1 to
-# 3 are those of the paper, which trained each method five times (in five *trials*).
+# the paper's Table 1 and 0.8 in its Table 2. We always give these numbers of the paper. Our runs use them divided by √8, because our
+# batches are 8 times smaller. Our data set is a copy of CIFAR-10 in which every image is stored as a JPEG file. Tables 1 to 3 are those of
+# the paper, which trained each method five times (in five *trials*).
 #
 # A *record* is the stored result of one training run. A *profile* is a named set of settings for a training (network, images, epochs); it
-# is stored in `params/<profile>.yaml`. The verdicts on accuracy come from runs of the profile `evidence`.
+# is stored in `params/<profile>.yaml`. The verdicts on accuracy of the next sections come from runs of the profile `evidence`.
 #
-# The next table counts the verdicts on the claims of `params/claims.yaml`. (The questions on time correlation, on coinciding masks, and the
-# sentences of the paper have sections of their own.) For each group of claims, the first row is about our own trainings, and the second
-# about the numbers that the paper prints. Numbers of bits are not estimates: they follow from the scheme and the size of the network. Such
-# claims are marked **by construction**, and the number in brackets says how many of them meet their bound. A claim is **not measured** if
-# there are too few runs for an interval, or if the paper prints no numbers for it.
+# The next table counts the verdicts on all planned claims, and some questions of our own, which the plan contains, too. (Three further
+# sections are not in it: *Is it time correlation?*, *Do masks coincide?* and *Sentence by sentence*.) For each group of claims, the first
+# row is about our own trainings, and the second about the numbers that the paper prints. Numbers of bits are not estimates: they follow
+# from the scheme and the size of the network. Such claims are marked **by construction**, and where it is known, the number in brackets
+# says how many of them meet their bound. (One of them also depends on how often clients choose the same entries: the bytes that the server
+# sends.) A claim is **not measured** if there are too few runs for an interval, or if the paper prints no numbers for it.
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -247,22 +250,22 @@ for kind, part in judged.groupby(judged["measure"].map(kinds).fillna("bits and m
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
-# The claims, their bounds and the method of analysis are in `params/claims.yaml`. The runs, in the order in which they are made, are in
+# The claims, their bounds and the method of analysis are in `params/claims.yaml`. The runs, in their planned order, are in
 # `params/evidence_plan.yaml`. Both files were written before the first of these runs; since then only their wording has changed. For the
-# paper's own numbers, we compute the interval from the means and standard deviations that it prints. An appendix lists every claim of
-# `params/claims.yaml`, and the verdicts are saved in `results/<profile>/claims.csv` and `claims.md`.
+# paper's own numbers, we compute the interval from the means and standard deviations that it prints. An appendix lists every claim.
 
 # %% [markdown]
 # **One model for all runs.** A run's accuracy is modelled as the sum of three parts: one for its scheme, one for its random seed, and a
-# residual. The model is fitted by least squares to all runs that are used for verdicts, and the residuals of all schemes together give one
-# standard deviation. The verdicts follow from this model, as was planned.
+# residual. The model is fitted by least squares to all runs that are used for verdicts, and one standard deviation is estimated from the
+# residuals of all schemes together. It is used for the intervals of all differences. The verdicts follow from this model, as was planned.
 #
-# Two things make a measured difference uncertain: the random seeds of the trainings, and the choice of test images. The half-width of an
-# interval combines both, as $\sqrt{seeds^2 + images^2}$. The table shows it with its two parts. For comparison, it also shows a second
-# half-width, from a bootstrap: it draws the residuals of the model and the test images again many times, with replacement. The last column
-# says how many seeds both methods were trained with, and how many were planned. The column *Holm's p* tests whether the difference is equal
-# to the bound of the claim (two-sided, with Holm's correction for six claims). A small value is evidence that they are not equal. A verdict
-# is *weak* if the bootstrap's interval gives another one; such claims are named below the table.
+# Two things make a measured difference uncertain: the random seeds of the trainings, and the choice of test images. If only the seeds were
+# uncertain, the half-width of an interval would be $s$. If only the test images were, it would be $t$. The half-width that we use is
+# $\sqrt{s^2 + t^2}$, and the table shows all three. For comparison, it also shows a second half-width, from a bootstrap: it draws the
+# residuals of the model and the test images again many times, with replacement. The last column says how many seeds both methods were
+# trained with, and how many were planned. The column *Holm's p* is the p-value of a two-sided test of whether the difference equals the
+# bound of the claim. It is corrected for asking six questions at once (Holm's method). A small value is evidence that they are not equal. A
+# verdict is *weak* if the bootstrap's interval gives another one; such claims are named below the table.
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -303,7 +306,8 @@ if len(ratio):
 
 # %% [markdown]
 # The plan expected the two half-widths to agree within 15 %, and they do not. The bootstrap's is wider. We do not know why. The verdicts
-# use the intervals of the model alone, and these are not corrected for the number of claims.
+# use the intervals of the model alone. These are not corrected for the number of claims. But the claims whose verdict is not open have a
+# corrected p below 0.05, so with a correction their verdicts would be the same.
 
 # %% [markdown]
 # ## What the difference to centralized training is made of
@@ -328,12 +332,12 @@ for _, parts in split.groupby("chain") if split["measured"].any() else ():
 display(Markdown(lab.markdown(pd.DataFrame(rows)) if rows else nothing))
 
 # %% [markdown]
-# By an earlier plan, claims about several local steps would not be testable, because dense training with four local steps itself loses more
-# than half a point. An appendix shows both readings.
+# An earlier plan had another rule: if dense training with four local steps itself loses more than half a point, claims about several local
+# steps get no verdict. An appendix shows the verdicts under both rules.
 #
 # As in the paper's Table 1, the Baseline is SGD without momentum. A claim such as "keeps centralized accuracy" is therefore about training
-# without momentum. Centralized training with momentum ends higher. The next table gives the distance of TCS from that, without and with
-# global momentum. The paper makes no claim about the first pair, so it gets no verdict. The second pair is one of the six main claims.
+# without momentum. Centralized training with momentum ends higher. The next table compares two methods with it: TCS, and TCS with global
+# momentum. The paper makes no claim about the first pair, so it gets no verdict. The second pair is one of the six main claims.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 pairs = [(("TCS", 0.5), ("Baseline-Momentum", 0.1)),
@@ -405,7 +409,7 @@ for name, found in wide.items():
             gap = value - sum(usual) / len(usual)
             rate = {"× 0.5": "half", "× 2": "twice"}[factor]
             outside.append(
-                f"{name} at {rate} the rate by {abs(gap):.2f} points {'above' if gap > 0 else 'below'}"
+                f"{name} ended {abs(gap):.2f} points {'higher' if gap > 0 else 'lower'} at {rate} the rate"
             )
             higher |= {name} if value > max(usual) else set()
     half, twice = (f"{found[f]:.2f}" if f in found else "–" for f in ("× 0.5", "× 2"))
@@ -419,11 +423,13 @@ for name, found in wide.items():
     )
 display(Markdown(lab.markdown(pd.DataFrame(rows)) if rows else nothing))
 print(
-    f"Runs that ended outside the range at the paper's rate, and where, relative to the mean there: {', '.join(outside) or 'none'}."
+    f"These runs ended outside the range of the runs at the paper's rate. Compared with the mean there, {'; '.join(outside) or 'none'}."
 )
 eta = judged.set_index("claim").loc["eta"]
 if pd.notna(eta["measured"]):
-    print(f"TCS at η 0.8 instead of 0.5: {lab.format_estimate(eta)} points, n = {eta['n']}.")
+    print(
+        f"With η 0.8 instead of 0.5, TCS differs by {lab.format_estimate(eta)} points from its runs at 0.5 (n = {eta['n']})."
+    )
 if "FedAvg" in higher:
     print(
         "So both FedAvg (one run) and TCS end higher at a higher rate, and what sparsity adds may be another number at tuned rates."
@@ -437,8 +443,8 @@ if "FedAvg" in higher:
 # from the update of ten rounds ago.
 #
 # The questions and their bounds were fixed before the runs, and after the results of the main comparison. The bound of 0.3 points is ours.
-# Each of the two controls has three runs. Their differences come from the model above, fitted to these runs as well, so they are compared
-# with all runs of TCS.
+# Each of the two controls has three runs. We fit the model above to these six runs together with the others. So the three runs of a control
+# are compared with all runs of TCS.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 control_runs = lab.plan_runs(controls, results=results)
@@ -448,19 +454,19 @@ limit = f"{mechanism['bound_value']:g} points"
 common = """TCS and TCS-Random have three things in common: all clients share one mask, each client adds a few entries of its own
 choice, and everything that is not sent is kept for later. As they end about equally high, these three may be enough."""
 MEANS = {
-    "contradicted": f"By the planned interval, masks that follow the last update gain TCS at most {limit} in this training. "
+    "contradicted": f"According to the planned interval, TCS gains at most {limit} in this training from a mask that follows the last update. "
     f"{'The interval of the bootstrap does not exclude a little more. ' if weaker else ''}{common}",
-    "supported": f"So in this training, masks that follow the last update gain TCS more than {limit}.",
-    "open": f"So we cannot say whether masks that follow the last update gain TCS more than {limit}.",
+    "supported": f"So in this training, TCS gains more than {limit} from a mask that follows the last update.",
+    "open": f"So we cannot say whether TCS gains more than {limit} from a mask that follows the last update.",
 }
 display(Markdown(MEANS.get(mechanism["verdict"], "")))
 
 # %% [markdown]
 # ## Do four local steps cost less when the network fits its images?
 #
-# In the trainings of `evidence`, the networks have not fitted their training images when they stop, as the training loss below shows. The
-# paper's network, which is trained for 300 epochs, has probably fitted them. So `params/controls_plan.yaml` also plans a training with a
-# quarter of the images and four times as many epochs: does TCS-L4-Q5 still end more than half a point below centralized training there?
+# When the trainings of `evidence` stop, the training loss is still well above zero (see below). The paper's network, which is trained for
+# 300 epochs, has probably reached a loss near zero. So `params/controls_plan.yaml` also plans a training with a quarter of the images and
+# four times as many epochs: does TCS-L4-Q5 still end more than half a point below centralized training there?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 regime = answers[answers["stage"] == "regime"].iloc[0]
@@ -488,8 +494,8 @@ else:
 # ## How many of the largest entries recur
 #
 # The idea of the paper is that entries of the update that are large now will be large in the next round, too. We test it on the updates of
-# dense training (FedAvg). The masks of TCS itself would not be a fair test, because accumulated errors and the clients' own masks change
-# them.
+# dense training (FedAvg). The masks of TCS itself would not be a fair test: they also change because of what clients have kept back from
+# earlier rounds, and because of the entries that each client chooses by itself.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 dense = [r for r in records.values() if r["config"]["scheme"]["name"] == "FedAvg"]
@@ -498,13 +504,13 @@ if dense and pd.notna(part["measured"]):
     shares = lab.measure_recurrence(dense)
     display(Markdown(
         f"Of the largest {shares['by_chance']:.0%} of an update's entries, **{shares['seen']:.1%}** are among "
-        f"the largest of the next update, too (n = {part['n']}). How much would that be by chance? Masks with as "
-        f"many entries in each layer, but at random positions, would share **{shares['by_layers']:.1%}**. Two masks whose positions are drawn from all entries, whatever their layer, would share **{shares['by_chance']:.0%}**. So most of what recurs is explained by the layers: in every round, the same "
-        f"layers hold many of the largest entries. What is left is {shares['seen'] - shares['by_layers']:.1%} of the mask. If "
+        f"the largest of the next update, too (n = {part['n']}). How much would that be by chance? Suppose that each layer "
+        f"has as many of the largest entries as it really has, but at random positions. Then two consecutive updates would share **{shares['by_layers']:.1%}** of them. (At random positions of the whole network, it would be **{shares['by_chance']:.0%}**.) So most of what recurs is explained by the layers: in every round, the same "
+        f"layers hold many of the largest entries. Chance within the layers explains all but {100 * (shares['seen'] - shares['by_layers']):.1f} percentage points. If "
         "0 is this chance and 1 is a mask that never changes, the overlap is "
         f"**{lab.format_estimate(part)}**. We call this number the *normalized overlap*.\n\n"
-        "Two claims are judged by it. The first is that important entries stay important for a while. We test only whether the normalized overlap "
-        f"is above 0. This is **{part['verdict']}**. It does not say how far above 0 the overlap is: because the runs differ so little, even a tiny "
+        "Two claims use it here. The first is that important entries stay important for a while. We test only whether the normalized overlap "
+        f"is above 0. This is **{part['verdict']}**. This says nothing about the size of the excess: because the runs differ so little, even a tiny "
         "excess would be found. The second is that important entries change slowly. We ask whether the normalized overlap is at least "
         f"{slowly['bound_value']:g}, and this is **{slowly['verdict']}**. The paper gives no number, so we chose this bound."))  # fmt: skip
 else:
@@ -518,9 +524,10 @@ else:
 # ## Do masks coincide?
 #
 # The paper mentions sums that are computed over the air, by adding radio signals. They need clients that send the same entries. So we count
-# how often clients do so. The records say only how many different entries all clients sent together, and not who sent which. The first
-# column of numbers therefore shows the smallest possible fraction of a client's values whose positions are also sent by another client. The
-# second shows the same for only those values that the client chose on its own, outside of the shared mask.
+# how often clients do so. The records say only how many different entries all clients sent together, and not who sent which. From this
+# number, we calculate how many of a client's values are at positions that some other client sends, too, at the least. This is the first
+# column of numbers. The second is the same for only those values that the client chose by itself, outside of the shared mask. *Clients per
+# entry* is how many of the ten clients send an entry that is sent at all, on average.
 #
 # The column *stays in the shared mask* shows which fraction of TCS's shared mask is also in the mask of the next round. The paper says that
 # the mask changes gradually. It gives no number, and we chose one half as the bound. The rows below `evidence` are other trainings, which
@@ -541,7 +548,7 @@ for name in dict.fromkeys([evidence, *(name for name, _ in beside)]):
                   "stays in the shared mask": f"{each['stay'].mean():.0%}".replace("nan%", "–"),
                   "n": f"{len(each)}"}] if len(each) else []  # fmt: skip
 display(Markdown(lab.markdown(pd.DataFrame(rows)) if rows else nothing))
-SAID = {"all": "with TCS, most values that a client sends are of entries that others send, too",
+SAID = {"all": "with TCS, most of the positions that a client sends are also sent by another client",
         "stay": "at least half of TCS's shared mask stays for the next round"}  # fmt: skip
 for key, text in SAID.items() if of_tcs else ():
     low, high, count = pd.concat(of_tcs)[key].agg(["min", "max", "count"])
@@ -555,9 +562,9 @@ statements.save()
 #
 # Profile `gpu` uses the paper's network (11,173,962 parameters), ten clients, 50,000 images at full size, bf16 arithmetic, and 60 of the
 # paper's 300 epochs, on one H200. The schemes and the seed were fixed before the runs. There is only one seed, so these runs are not used
-# for any verdict. The 10,000 test images are themselves a sample. If two runs erred on independent images, the 95 % half-width of their
-# difference would be 0.9 points because of this alone. (In the main table the part from images is smaller, because there are 35,000 images
-# and several runs, which err on similar images.)
+# for any verdict. The 10,000 test images are themselves a sample. If the errors of two runs on these images were independent, the choice of
+# test images alone would make their difference uncertain by ± 0.9 points (95 %). (In the main comparison, this part is smaller. There are
+# 35,000 images and several runs, and the runs misclassify mostly the same images.)
 #
 # The column *stays* shows which fraction of the largest 1 % of entries of a dense update recur in the next round. For TCS, it shows which
 # fraction of the shared mask is also in the mask of the next round. The column *by chance* shows, for dense updates, what would recur if
@@ -586,9 +593,9 @@ if "FedAvg-L4" not in gaps:
     )
 
 # %% [markdown]
-# TCS-L4-Q5 ends lowest. Its high training loss suggests that it has not finished learning. In so few epochs it sends the average entry only
-# eleven times (57 times in the paper's 300 epochs). Only TCS-L4-Q5 ends below the Baseline by clearly more than 0.9 points. The order of
-# the others is not settled by one seed.
+# TCS-L4-Q5 ends lowest. Its high training loss suggests that it has not finished learning. In 60 epochs, its rounds suffice to send each
+# entry eleven times on average, and in the paper's 300 epochs 57 times. Only TCS-L4-Q5 ends below the Baseline by clearly more than 0.9
+# points. The order of the others is not settled by one seed.
 
 # %% [markdown]
 # ## The prediction for the paper's length
@@ -605,8 +612,8 @@ display(Markdown(lab.markdown(lab.readable_prediction(told))))
 # %% [markdown]
 # ## Sentence by sentence
 #
-# We went through the paper and listed every empirical sentence in `params/sentences.yaml`, in its order and in our own words. The first
-# table says what became of them.
+# We went through the paper and listed every sentence that makes a claim in `params/sentences.yaml`, in the order of the paper and in our
+# own words. The first table says what became of them.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 sentences = lab.read_sentences(lab.ROOT / "params/sentences.yaml")
@@ -630,18 +637,18 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
 # The second table has one row for each sentence. (Those that are out of scope are only in `params/sentences.yaml`.) Verdicts that rest on
-# measurements are computed. The others are entered by hand: by construction, contradicted by counting, and those open ones for which we
-# measured nothing. For some sentences there was no planned claim. For these, `params/sentences.yaml` names further schemes to compare.
-# These comparisons were chosen when results were known. A difference of accuracies is judged as above: "no loss" means at most half a
-# point, and "higher" means above 0. Some verdicts are computed in other notebooks: each notebook saves its verdicts in `results/verdicts`
-# when it runs, and the column *shown in* names it. If several measured claims belong to a sentence and their verdicts differ, each stands
-# beside its number.
+# measurements are computed, and the others are entered by hand. For some sentences there was no planned claim. For these,
+# `params/sentences.yaml` names further schemes to compare. These comparisons were chosen when results were known. A difference of
+# accuracies is judged as above: "no loss" means at most half a point, and "higher" means above 0. Some verdicts come from small trainings
+# in other notebooks, which the column *shown in* names. If several measured claims belong to a sentence and their verdicts differ, each
+# stands beside its number.
 #
-# Some names in the table: TCS-LF is TCS with layer-wise fairness of all masks, and TCS-PLF with that of the shared mask only. Rand-K sends
-# $K$ entries at random positions. The *warm-up* is the dense first epoch. A number such as ×1.114 says how many times fewer bits are sent.
-# $\phi$ is the fraction of entries that is sent ($\phi_{global}$ in the shared mask, $\phi_{local}$ in a client's own), $d$ the number of
-# parameters, $q$ the number of bits of a value, $P$ the number of intervals of the quantizer, and $H$ the number of local steps. If no rate
-# is named, $\eta$ is 0.5 (0.1 for the Baseline).
+# Some names in the table: In TCS-LF, every layer has a guaranteed minimum in the shared mask and in each client's own mask. In TCS-PLF, it
+# has one in the shared mask only. Rand-K sends $K$ entries at random positions. The *warm-up* is the dense first epoch. A number such as
+# ×1.114 says how many times fewer bits are sent. $\phi$ is the fraction of entries that is sent ($\phi_{global}$ in the shared mask,
+# $\phi_{local}$ in a client's own), $d$ the number of parameters, $q$ the number of bits of a value, and $H$ the number of local steps. The
+# quantizer sorts the magnitudes into $P$ intervals, each $1/\sigma$ times as wide as the next smaller one
+# ([07](07_fractional_quantization.ipynb)). If no rate is named, $\eta$ is 0.5 (0.1 for the Baseline).
 
 # %%
 found = found[found["verdict"] != "out of scope"]
@@ -684,7 +691,8 @@ print(f"Every check passed, for {len(judged)} claims and {len(records)} records.
 # %% [markdown]
 # ## What we saw
 #
-# The figure at the top shows the verdicts on the six main claims. The list below has those that are settled by counting.
+# The figure at the top shows the verdicts on the six main claims, and the text above it says what they mean. These claims are settled by
+# counting:
 
 # %%
 for word, kept in (("is met", True), ("is not met", False)):
@@ -705,7 +713,7 @@ for word, kept in (("is met", True), ("is not met", False)):
 # or than the second scheme that the claim names. Unless the claim says otherwise, the factor is for what a client sends after the
 # *warm-up*. The warm-up is the first epoch, in which everything is sent. The overlap of dense updates is normalized: 0 is chance within the
 # layers, and 1 is a mask that never changes. The column *Where* names the place in the paper, or says that the question is ours. To support
-# "about $n$ times fewer bits", we ask for at least $0.85\,n$.
+# "about $n$ times fewer bits", we ask for at least $0.85\,n$. In the paper's numbers, the warm-up is its first five epochs.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 lacking = lab.list_unmeasured(judged)
@@ -725,7 +733,8 @@ if lacking:
 # first gate asked whether FedAvg stays within half a point of the Baseline. The second asked the same for FedAvg-L4. Some claims depended
 # on a gate: if its comparison failed, these claims were "not testable", whatever the sparse runs showed. All claims about more than one
 # local step depended on the second gate. A gate looks only at the mean of its comparison. The table shows the claims whose verdict depends
-# on the rule.
+# on the rule. (One claim does not depend on a gate: that momentum helps the Baseline. And one was added later: TCS-L4-Q5 against FedAvg-L4.
+# For it, we show what the gate would have said.)
 #
 # The present plan has no gates. They were dropped before its first run, but after a pilot run of the same size in which FedAvg-L4 ended 0.7
 # points below the Baseline (one seed) and would have failed its gate.
@@ -764,9 +773,8 @@ display(Markdown(lab.markdown(changed[list(columns)].rename(columns=columns).rep
 # ## Appendix: smaller, shorter, narrower trainings
 #
 # These trainings were made before `evidence`, at other sizes and lengths, and are not used for any verdict on accuracy. Most pairs of them
-# differ in several settings at once, so no difference can be traced to one setting. Their intervals are Student's t intervals over pairs of
-# runs with the same seed. The row of `evidence` uses its planned model. (In the row of `short`, TCS-L4 and TCS-L4-Q5, which the section
-# below has, lose the same number of points by coincidence.)
+# differ in several settings at once. Only the two of `small`, and the two of `cpu`, differ in the number of epochs alone. Their intervals
+# are Student's t intervals over pairs of runs with the same seed. The row of `evidence` uses its planned model.
 #
 # *Sends of an entry* says how often the average entry is sent in the whole training. It is the number of rounds times $\phi_{global}$, the
 # fraction of entries in the shared mask. The first number is for one local step and the second for four (234 and 57 in the paper). The
@@ -820,8 +828,8 @@ display(
 
 # %% [markdown]
 # The plan of `evidence` also contains trainings of 15, 30 and 45 epochs. They have the settings of `evidence`, but fewer epochs and only
-# one seed. They are not used for any verdict. The columns with names of schemes are differences, in points, to the Baseline of the same
-# length and seed.
+# one seed. The row of 80 epochs has this seed alone, so it differs from the main comparison. They are not used for any verdict. The columns
+# with names of schemes are differences, in points, to the Baseline of the same length and seed.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 shorter = [*plans.get("3", []), *control_runs["short trainings"]]
@@ -926,8 +934,7 @@ if len(sources):
 #    bounds and the gates were written for profile `cpu`. No bound has changed since then.
 # 2. The profile `small`, trainings of 300 epochs and more seeds were added when some results were known. We computed
 #    verdicts from them then, which no longer count.
-# 3. Then `evidence` was planned. Its claims, bounds, numbers of seeds, analysis and order of runs are older than its first record. At that time we
-#    knew all of the trainings above and a pilot run of the same size. The pilot had one seed and six schemes and was tested on 10,000
+# 3. Then `evidence` was planned. Its claims, bounds, numbers of seeds, analysis and order of runs are older than its first record. At that time we knew the results of steps 1 and 2, and of a pilot run of the size of `evidence`. The pilot had one seed and six schemes and was tested on 10,000
 #    images (Baseline 77.3 %, FedAvg 77.4, TCS 77.0, FedAvg-L4 76.6, TCS-L4 76.2, TCS-L4-Q5 76.4). It was used to choose the size, and its result was
 #    known when the gates were dropped.
 # 4. Seven older claims about accuracy were left out, and one was added (TCS-L4-Q5 against FedAvg-L4). The plan now has 16 claims about
@@ -936,27 +943,26 @@ if len(sources):
 #    and the analysis are those of the plan.
 #
 # **What the plan left open.** We settled three points in this notebook. A claim with fewer than two common seeds gets no interval. Holm's
-# correction always counts all six main claims, also those that have no runs yet. And in the model, a seed has one effect on all runs with
-# the same settings of data and clients, and another effect on runs with other settings, because the same seed draws different things there.
+# correction counts all six main claims. And the model has one effect for each seed. Where the data or the clients are set up differently,
+# the same seed draws other random numbers, so there it has a separate effect.
 #
 # **Departures from the plan.** There are three.
 #
 # 1. *The bootstrap.* Its half-widths do not agree with the intervals of the model within 15 %. We kept the planned intervals.
-# 2. *Unequal clients.* The plan asked for one model of their runs and those with equal clients. But they vary by other amounts. So their
+# 2. *Unequal clients.* The plan asked for one model that is fitted to the runs with unequal and with equal clients together. But these two kinds of runs have different standard deviations. So their
 #    intervals, in [10b_fewer_bytes](10b_fewer_bytes.ipynb), come from the differences of each pair of schemes alone. We decided this when
 #    the results were known.
 # 3. *Runs on a GPU.* Thirty-four runs were made earlier than planned, on a GPU, with bf16 as on the CPU. Which runs to make there had been
 #    decided beforehand.
 #
-#    - Seeds 6 and 7 of FedAvg, FedAvg-L4, TCS-L4 and TCS-L4-Q5. The code had uncommitted changes then, which were committed as d5e154b. The same seeds of the other methods were made on a CPU. So for these two
-#      of eight seeds, the device differs within TCS − FedAvg and within TCS-L4-Q5 − Baseline.
+#    - Seeds 6 and 7 of FedAvg, FedAvg-L4, TCS-L4 and TCS-L4-Q5. The code had uncommitted changes then, which were committed as d5e154b. The same seeds of the other methods were made on a CPU. So for these two of eight seeds, the two methods of some differences ran on different devices, for example TCS and FedAvg.
 #    - Seeds 2 and 3 of the setting with unequal classes in which all clients take part ([10b_fewer_bytes](10b_fewer_bytes.ipynb)), TCS-L4 and TCS-L4-Q5 at η 0.8, and the trainings of
 #      15, 30 and 45 epochs. At η 0.8, the other schemes were trained on a CPU.
 #
 # **Do trainings on a GPU differ from those on a CPU?** Two checks show no large difference. (We did not compare final accuracies.) We
 # trained FedAvg with seed 7 three times on a CPU, from models that differed by a millionth at the start. In the sixth epoch, their training
 # losses were 1.231, 1.246 and 1.250. The GPU's was 1.253, slightly outside this range. We also compared the fraction of its mask that TCS
-# keeps from round to round. We compared three epochs. In each of them, the fraction of the run on the GPU was within the range of the eight
+# keeps from round to round. We compared three epochs. In each of them, the fraction of a run on the GPU was within the range of the eight
 # seeds on the CPU.
 
 # %%

@@ -399,7 +399,7 @@ def test_a_control_has_no_answer_before_its_stage_is_whole(folder, of_evidence):
     assert math.isnan(row["measured"]) and row["verdict"] == "not measured"
     assert row["reason"].startswith("2 of 3 runs")
     assert (row["made"], row["stage_planned"]) == (2, 3)
-    assert "2 of 3" in lab.readable_answers(table)["runs made"][0]
+    assert "2 of 3" in lab.readable_answers(table)["runs made (all of this part of the plan)"][0]
 
 
 def test_a_question_about_a_stage_that_is_not_planned_is_refused(folder):

@@ -226,8 +226,8 @@ def test_what_a_link_adds_over_bytes_by_rate():
     case = {"layers": 100, "width": 100, "ranks": 2, "way": "plain"}
     took = {None: 0.5, 8.0: 0.5 + 1.1 * 8.08, 800.0: 9.9}
     read = links.Links([case | {"mbit": mbit, "seconds": s} for mbit, s in took.items()])
-    assert read.bytes_over_rate() == "×1.10 to ×1.10 of that (n = 1)"
-    assert links.Links([]).bytes_over_rate() == "no link was measured here"
+    assert read.compare_bytes_over_rate() == (pytest.approx(1.1), pytest.approx(1.1), 1)
+    assert links.Links([]).compare_bytes_over_rate()[2] == 0
 
 
 def test_each_rank_with_a_link_of_its_own():

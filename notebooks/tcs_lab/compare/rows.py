@@ -17,10 +17,10 @@ from tcs_lab.compare.methods import Method, read_method_file
 from tcs_lab.compare.probe import Played, play_rounds, probe_method
 from tcs_lab.compare.scoring import Point, Scores
 from tcs_lab.compare.table import (
-    NOTE,
     comparison_figure,
     comparison_table,
     describe_comparison,
+    describe_rows,
     rows_table,
 )
 from tcs_lab.compare.track import PLAN, Track, count_runs_left, list_next_runs
@@ -221,10 +221,8 @@ def print_row(track: Track, method: Method, names: Sequence[str]) -> int:
             reasons = "; ".join(dict.fromkeys(_find_reasons(one)))
             print(f"diverged: {method.label}: {one.name}: {reasons}", file=sys.stderr)
     points = [(method.name, point) for point in scores.points]
-    print(
-        plain_markdown(rows_table(points + _list_stored(scores, names), _read_rows(track, method)))
-    )
-    print("\n" + NOTE.format(scores.confidence))
+    table = rows_table(points + _list_stored(scores, names), _read_rows(track, method))
+    print(f"{plain_markdown(table)}\n\n{describe_rows(table, scores.confidence)}")
     compared = [
         (p, scores.compare(p, _find_stored_name(scores, p))) for p in scores.points if p.both
     ]
@@ -245,8 +243,7 @@ def print_stored(track: Track) -> None:
     scores = Scores(track)
     table = stored_table(track, scores)
     if len(table):
-        print(plain_markdown(table) + "\n")
-        print(NOTE.format(scores.confidence) + "\n")
+        print(f"{plain_markdown(table)}\n\n{describe_rows(table, scores.confidence)}\n")
     made, planned = count_stored(track)
     print(f"{made} of {planned} planned rows are made.")
     if made < planned:

@@ -45,13 +45,22 @@ def rows_table(
     return pd.DataFrame(lines)
 
 
-NOTE = (
-    "Accuracy is the mean over n seeds with its {:.0%} interval, for other seeds and other images. MB are "
-    "those of one client's messages in the whole training. They contain the dense start, in which everything "
-    "is sent. The time of a round is relative to that of TCS in the same process. (counted) means that the method's messages are not decoded, "
-    "so its bytes are only calculated. Re-coded bytes are those with a shorter code for the same tensors; the "
-    "dense start is not re-coded."
-)
+def describe_rows(table: pd.DataFrame, confidence: float) -> str:
+    """Return the caption of a table of points."""
+    said = [
+        f"Accuracy is the mean over n seeds. Its {confidence:.0%} interval contains the chance of the seeds and of the choice "
+        "of test images. MB are those of one client's messages in the whole training, the dense start included. "
+        "The time of a round is computing time, divided by that of TCS (measured in turns; a dash: not measured)."
+    ]
+    if table["Method"].str.contains("(counted)", regex=False).any():
+        said.append(
+            "(counted) means that the method's messages are not decoded, so its bytes are only calculated."
+        )
+    if (table.get("MB up, re-coded", pd.Series(dtype=str)) != "–").any():
+        said.append(
+            "Re-coded bytes are those with a shorter code for the same tensors; the dense start is not re-coded."
+        )
+    return " ".join(said)
 
 
 COMPARISON_NOTE = (

@@ -418,7 +418,7 @@ def readable_answers(table: pd.DataFrame) -> pd.DataFrame:
     """`control_answers` as a person reads them."""
     rows = [
         {"question": row["says"], "supported if": format_bound(row),
-         "runs made": f"{row['made']} of {row['stage_planned']}",
+         "runs made (all of this part of the plan)": f"{row['made']} of {row['stage_planned']}",
          "difference, points": f"{row['first']} − {row['second']}: {format_difference(row)}",
          "answer": f"**{format_verdict(row)}**"}
         for row in table.to_dict("records")

@@ -166,7 +166,7 @@ def readable_claims(table: pd.DataFrame) -> pd.DataFrame:
     """The claims that we have measured, as a person reads them, verdicts in bold; `list_unmeasured`
     has the rest."""
     rows = [
-        {"The paper says": row["says"], "Where": row["where"], "Supported if": format_bound(row),
+        {"Claim": row["says"], "Where": row["where"], "Supported if": format_bound(row),
          "Paper (interval)": format_estimate(row, "paper", "paper_low", "paper_high"),
          "Paper's verdict": f"**{row['paper_verdict']}**" if row["paper_verdict"] else "–",
          "Ours (interval)": format_estimate(row),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import re
 import shlex
@@ -489,10 +490,10 @@ class Links:
         rest = f"; not: {', '.join(off)}" if off else ""
         return f"{len(ratios) - len(off)} of {len(ratios)} within {within:.0%}{rest}"
 
-    def bytes_over_rate(self) -> str:
-        """Say what a limit added to a step, relative to the bytes divided by the rate.
-
-        Only cases count in which that takes longer than a step without a limit.
+    def compare_bytes_over_rate(self) -> tuple[float, float, int]:
+        """Compare what a limit added to a step with the bytes divided by the rate: the smallest and the
+        largest ratio (nan if there is none), and the number of cases. Only cases count in which that takes longer than a step
+        without a limit.
         """
         ratios = []
         for row in self.rows:
@@ -503,9 +504,7 @@ class Links:
             wire = with_headers * _PAYLOAD / _FRAME
             if wire > free["seconds"]:
                 ratios.append((row["seconds"] - free["seconds"]) / wire)
-        if not ratios:
-            return "no link was measured here"
-        return f"×{min(ratios):.2f} to ×{max(ratios):.2f} of that (n = {len(ratios)})"
+        return min(ratios, default=math.nan), max(ratios, default=math.nan), len(ratios)
 
 
 if __name__ == "__main__":  # torchrun starts this module as each rank
