@@ -156,11 +156,11 @@ print(f"This page is drawn from {len(drawn_runs)} records in results/{shown}/run
 # In the picture, methods further to the left send and receive less. The grey band is centralized training. Each point is a mean over seeds.
 # Its bar, and the height of the band, is one standard deviation. The megabytes are those that one client sends and receives in the whole
 # training. The suffix -L4 in a name means four local steps per round, and -Q5 means values of 5 bits. In the tables below, -LF means that
-# every layer gets a minimum share of all masks, -PLF the same of the shared mask only, and *Global Momentum* that the server and all
-# clients apply the same momentum to the averaged update. [09_your_own_scheme](09_your_own_scheme.ipynb) explains all suffixes. In *top-K*,
-# every client sends the largest entries of its own update together with their positions. The paper trains a larger network for longer, so
-# its accuracies are higher than ours. So compare the differences from the Baseline. Even these need not be equal, because our training is a
-# smaller one.
+# every layer gets at least a minimum share of the entries, in the shared mask and in each client's own mask. -PLF does this for the shared
+# mask only. *Global Momentum* means that the server and all clients apply the same momentum to the averaged update.
+# [09_your_own_scheme](09_your_own_scheme.ipynb) explains all suffixes. In *top-K*, every client sends the largest entries of its own update
+# together with their positions. The paper trains a larger network for longer, so its accuracies are higher than ours. So compare the
+# differences from the Baseline. Even these need not be equal, because our training is a smaller one.
 #
 # ## Make it yourself
 #
@@ -175,14 +175,14 @@ print(f"This page is drawn from {len(drawn_runs)} records in results/{shown}/run
 # profile's file, or else from the paper. For example:
 #
 # - `tables = [3]` draws only the table with momentum and its figure.
-# - Another name in `points`, such as `"TCS-L2"`, adds a row and a point to the picture. That point lies between TCS and TCS-L4.
+# - Another name in `points`, such as `"TCS-L2"`, adds a row and a point to the picture, between TCS and TCS-L4.
 # - `seeds = [1, 2, 3]` uses only three runs of each method, so the accuracies change a little. In profile `evidence` the differences from
 #   the Baseline stay the same, because they are estimated from all runs.
 #
 # ## All tables and figures
 #
-# Tables and figures are shown here and saved in `results/<profile>/`. They are only shown, and not saved, if you change a setting of the
-# profile, if some methods of a profile have no record yet, or if the folder cannot be written.
+# Tables and figures are shown here and saved in `results/<profile>/`. They are only shown, and not saved, if you change a setting that
+# stands in the profile's file (such as `seeds`), if a method has no record yet, or if the folder cannot be written.
 
 # %%
 changed = not profile and given.keys() - {"tables", "points", "evidence"}
@@ -194,7 +194,6 @@ drawn = {}
 for t, params in plans.items():
     runs = lab.plan(params)
     drawn[t] = lab.draw_table(params, list(lab.load_records(runs).values()), runs, folder)
-print(f"{len(drawn)} tables have been drawn.")
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -215,38 +214,32 @@ for t, table in drawn.items():
 # learning.
 #
 # Differences from the Baseline are in percentage points, with 95 % intervals. In profile `evidence` our intervals come from one statistical
-# model of all runs, which was fixed before the first run. It allows for an effect of each seed. So where a method has fewer seeds than the
-# Baseline, its difference can deviate from the difference of the two accuracies that are printed. The learning rate η in a table's title is
-# the paper's. In our runs it is scaled to our smaller batches. The Baseline has a rate of its own and is the same in all tables, also in
-# Table 3: there, compare the methods with momentum with *Baseline-Momentum*. (The paper prints slightly different deviations for the same
-# runs in its Tables 1 and 3.) [13](13_evidence.ipynb) judges the paper's claims by the same model. Other profiles have no such model. Their
-# intervals are Student's t intervals over the seeds that a method and the Baseline have in common.
+# model of all runs, which was fixed before the first run. Some seeds give slightly higher accuracies than others, whatever the method, and
+# the model takes this into account. So where a method has fewer seeds than the Baseline, its difference can deviate from the difference of
+# the two accuracies that are printed. (Elsewhere, they differ by rounding.) The learning rate η in a table's title is the paper's. In our
+# runs it is scaled to our smaller batches. The Baseline has its own learning rate, so its row is the same in all three tables. In Table 3,
+# methods that use momentum should be compared with *Baseline-Momentum* instead, which is centralized training with momentum. (The paper
+# prints slightly different deviations for the same runs in its Tables 1 and 3.) [13](13_evidence.ipynb) judges the paper's claims by the
+# same model. Other profiles have no such model. Their intervals are Student's t intervals over the seeds that a method and the Baseline
+# have in common.
 #
 # Bits are counted per parameter and local step. The first number is the paper's formula. The second is counted in the messages that were
-# sent after the warm-up (the first epochs, in which nothing is compressed). The last column says how many megabytes one client sends and
-# receives in the whole run, warm-up included.
+# sent after the warm-up (the first epochs, in which nothing is compressed). It can be larger, because messages contain some numbers that
+# the formula leaves out, or smaller, because the formula estimates the length of positions. The last column says how many megabytes one
+# client sends and receives in the whole run, warm-up included.
 #
-# The csv files have more columns. One of them is the training loss, which tells you whether a method that ends below the Baseline has
-# finished learning.
+# The csv files have more columns. One of them is the training loss. If a method ends below the Baseline and its training loss is also
+# higher, it may only have needed more epochs.
 
 # %% [markdown]
-# ## Claim
-#
-# Every table has its figure. The next cell checks this, and also counts the runs that diverged.
+# ## What we saw
 
 # %%
 assert all(table.picture for table in drawn.values()) or not records, "a figure is missing"
 diverged = [r for r in drawn_runs if r["status"] == "diverged"]
 print(
-    f"All tables and figures have been drawn. Of {len(drawn_runs)} runs, {len(diverged)} diverged."
+    f"All tables and figures have been drawn. Of {len(drawn_runs)} runs (those of the picture included), {len(diverged)} diverged."
 )
-
-# %% [markdown]
-# ## What we saw
-#
-# The next lines say how many runs each table shows, and which planned runs it lacks because they have no record.
-
-# %%
 for record in diverged:
     print(f"{record['config']['scheme']['name']}: {record['reason']}")
 for t, params in plans.items():

@@ -17,10 +17,10 @@
 # **What the paper claims (Sec. II-A, Alg. 2).** The [paper](https://arxiv.org/abs/2101.08837) assumes that the positions of the largest
 # entries of an update change little from one round to the next. Therefore the last update, which the server and all clients know, can tell
 # them which entries to send next, and the positions of these entries need not be sent. These positions are the *shared mask*. Each client
-# also searches for new positions, with a small mask of its own. In the first rounds there is no shared mask yet, so everything is sent.
-# After these *dense* rounds, the server's message never holds more than $K_{global} + N K_{local}$ entries, where $N$ is the number of
-# clients, $K_{global}$ is the size of the shared mask, and $K_{local}$ is the size of a client's own mask. In the paper's training (Sec.
-# III-B) this is 2 % of all entries.
+# also searches for new positions, with a small mask of its own. In the first round there is no shared mask yet, so everything is sent. The
+# paper keeps sending everything for several epochs before it uses the mask, and we do so for one. After these *dense* rounds, the server's
+# message never holds more than $K_{global} + N K_{local}$ entries, where $N$ is the number of clients, $K_{global}$ is the size of the
+# shared mask, and $K_{local}$ is the size of a client's own mask. In the paper's training (Sec. III-B) this is 2 % of all entries.
 #
 # *Run time*: about a minute on two cores of a Xeon. *Read before*: [01_fedavg](01_fedavg.ipynb) and
 # [02_sparsification](02_sparsification.ipynb).
@@ -91,7 +91,7 @@ print(f"The network has D = {dimension:,} parameters. K_global = {k_global}, K_l
       f"Number of dense epochs at the start (warm-up): {warmup_epochs} of {epochs}.")  # fmt: skip
 print(f"The data are images of {data.classes} classes ({data.label}).")
 ticket = dataclasses.replace(config, epochs=ticket_epochs, warmup_epochs=0)
-print(lab.forecast_trainings([config] * 6 + [ticket] * 4 * ticket_seeds))
+print(lab.forecast_trainings([config] * 7 + [ticket] * 4 * ticket_seeds))
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -139,9 +139,9 @@ rest = (
     "TCS still learns: it" if runs["TCS"]["accuracy"] < dense["accuracy"] else "All the same, TCS"
 )
 answer = f"""**In short.** Entries that become large {"seldom" if max(two, dense_two) < 0.25 else "often"} stay large for long. When an entry has newly entered TCS's shared
-mask, it is also in the mask of the next round in {one:.0%} of the cases. In {two:.0%} of the cases it stays for two further rounds without a
-break. In dense training, of the entries that newly enter the K_global largest, {dense_one:.0%} are still among them in the next round
-and {dense_two:.0%} for two further rounds. There, entries that have left come back more often. {rest} reaches {runs["TCS"]["accuracy"]:.0%} test accuracy. Dense training, which sends every entry, reaches
+mask, it is also in the mask of the next round in {one:.0%} of the cases. In only {two:.0%} of the cases it is in the masks of both of the next two
+rounds. In dense training, we look at the entries that newly belong to the K_global largest of an update. Of these, {dense_one:.0%} also belong to
+them in the next round, and {dense_two:.0%} in both of the next two. In dense training, an entry that has left returns more often than in TCS. {rest} reaches {runs["TCS"]["accuracy"]:.0%} test accuracy. Dense training, which sends every entry, reaches
 {dense["accuracy"]:.0%}. These numbers come from one training of each, with {len(dense["mask"])} rounds."""
 display(Markdown(answer))
 window = dense["mask"][-40:].shape[0]
@@ -157,15 +157,15 @@ lab.show_figures()
 # %% [markdown]
 # The left panel shows the last rounds of the training with TCS, and the right panel those of the dense training. Each row is one position,
 # that is, one of the $D$ entries of the update, and each column is one round. The rows are a random sample of the positions that are in the
-# mask in at least one of these rounds. A cell is dark if, in that round, the entry is in the mask of the $K = K_{global}$ largest entries.
-# The section *Why entries do not return to the mask of TCS* looks for the reason why so few entries are in its mask again after two rounds.
+# mask in at least one of these rounds. A cell is dark if the entry is among the $K = K_{global}$ largest of that round's update. In TCS,
+# these entries are the shared mask of the next round. The section *Why entries do not return to the mask of TCS* asks why entries that have
+# left this mask seldom return soon.
 #
 # Three changes to try:
 #
-# - `phi_global = 0.05` makes the shared mask five times as large. In our trial, nearly all entries that entered it stayed for another round.
-# - `epochs = 20` trains longer. In our trial, TCS stayed well below dense training, and with the larger local masks of the last sections it reached
-#   it.
-# - `phi_local = 1e-4` lets each client explore only two entries per round, so the mask can only change slowly.
+# - `phi_global = 0.05` makes the shared mask five times as large (it is the fraction of all entries in this mask). In our trial, nearly all entries that entered it stayed for another round, because all clients together add fewer new entries per round than the mask has.
+# - `epochs = 20` trains longer. In our trial, TCS stayed well below dense training. TCS with larger local masks ($K_{local} = 200$, in the section *Take the parts away*) reached it.
+# - `phi_local = 1e-4` lets each client send only two entries of its own per round (it is their fraction of all entries), so the mask can only change slowly.
 #
 # ## One round in a picture
 #
@@ -189,9 +189,9 @@ lab.show_figures()
 # The table shows the lines of the paper's Algorithm 2, in our words. Beside each line is the statement of `tcs_core.py` that carries it
 # out; in that file, a comment names the line of the algorithm. The symbol $\otimes$ multiplies entry by entry, and $S_{top}(v, K)$ is the
 # mask of the K entries of $v$ with the largest magnitude. $\Delta\theta_n$ is the *difference* of client $n$, that is, how far its local
-# steps have moved the weights, and $e_n$ is its *accumulated error*, the sum of everything that it has not sent so far. $\Delta\theta_t$,
-# with the index of a round, is the update of this round. The table leaves out loops, headings, and line 4, in which the client receives the
-# update.
+# steps have moved the weights, and $e_n$ is its *accumulated error*, the sum of everything that it has not sent so far. The index $n$
+# stands for a client and $t$ for a round. $\Delta\theta_t$ is the update of round $t$. The table leaves out loops, headings, and line 4, in
+# which the client receives the update.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 BOX = {
@@ -226,9 +226,9 @@ display(Markdown(lab.markdown(lines)))
 #
 # When you read the code, it helps to know the following. A name that ends in `_D` is a vector with $D$ entries, and one that ends in `_K`
 # has one entry for each chosen position. The core stores a mask as the *positions* that it contains: $m_{local}$ is the tensor `own_K`, and
-# `positions_K` has the positions of both masks. (Where a vector of booleans is handier, there is one, too, such as `shared_D`.) The object
-# `known` holds what the server and all clients know, such as the shared mask. *Intended* is the sum of line 9. `in_flight` is the message
-# that has been sent but has not yet arrived.
+# `positions_K` has the positions of both masks. Some masks are also stored as a vector of D booleans. For example, `shared_D` is the shared
+# mask in this form. The object `known` holds what the server and all clients know, such as the shared mask. *Intended* is the sum of line
+# 9. `in_flight` is the message that has been sent but has not yet arrived.
 #
 # We begin with the shared mask. `TCS.observe` is called at the end of a round, with the update. It computes line 5 of the next round.
 
@@ -239,7 +239,7 @@ lab.show_code(tcs.TCS.observe)
 # Now a client. `Client.message_of` does line 9, and `Client.message_from` does lines 10 to 12. For line 10 it calls `Client.own_positions`,
 # which calls `MaskRule.own_mask`. (A `MaskRule` says how masks are chosen; `TCS` is one.) Line 9 adds the difference to the errors in place
 # (`Client.intended`), so for a while the tensor `errors_D` contains all that the client intends to send. Therefore `Client.arrived` (line
-# 13) has to change `errors_D` only at the positions that were sent.
+# 13) needs to change `errors_D` only at the positions that were sent.
 
 # %%
 lab.show_code(tcs.Client.message_of, tcs.Client.intended, tcs.Client.message_from, tcs.Client.own_positions,
@@ -308,9 +308,9 @@ for number in range(2, 11):
 # Position 4 has left the shared mask. In every round, each client's own mask chooses the entry outside the shared mask where the difference
 # plus the accumulated error is largest. In rounds 4 to 6 this is position 4. In round 7 it is position 6, where small differences have
 # added up. So nothing is sent at position 4 in round 7, and in round 8 each client sends the differences of two rounds there at once.
-# Together they are larger than the single difference at position 1. Therefore position 4 replaces position 1 in the shared mask of round 9,
-# and position 1 is back in round 10. The `assert` checks that nothing is lost: what the clients intended to send equals what was sent plus
-# the accumulated errors.
+# Together they are larger than the single difference at position 1. Therefore position 4 replaces position 1 in the shared mask of round 9.
+# In round 9, both clients send position 1 with their own masks, so position 1 is in the shared mask again in round 10. The `assert`
+# checks that nothing is lost: what the clients intended to send equals what was sent plus the accumulated errors.
 #
 # ## Without a local mask nothing ever moves
 #
@@ -338,7 +338,8 @@ for number in range(2, 7):
 #
 # ## Do important positions change slowly?
 #
-# **What do you expect?** Of the largest entries in a round, is more than half among the largest entries of the next round, or less?
+# **What do you expect?** Take the $K_{global}$ largest entries of one dense update. Are more than half of them among the $K_{global}$
+# largest of the next update, or fewer?
 #
 # We return to the dense training (FedAvg) of the first picture. The overlap of two masks is the fraction of positions that they have in
 # common. For two random masks it would be $K/D$.
@@ -410,7 +411,7 @@ print(f"Together, the {clients} clients explore {explored_T.float().mean():.0f} 
 
 
 # %% [markdown]
-# More than half of the entries that the clients explore enter the next mask. This is **not** a mask that changes slowly.
+# So the mask of TCS does **not** change slowly.
 #
 # ## What the server sends back
 #
@@ -445,7 +446,7 @@ lab.show_figures()
 #
 # We repeat the same training without the local mask, then without error accumulation (what is not sent is dropped, so $e_n = 0$), and then
 # with larger local masks. In the table, *mask* always means the $K_{global}$ largest entries of the update, also for top-K and dense
-# training. It is looked at from the end of the warm-up on (the dense rounds at the beginning).
+# training. The columns about the mask count only the rounds after the dense first epoch.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 larger = f"TCS, K_local = {tcs.kept(large_local_share, dimension)}"
@@ -476,12 +477,13 @@ table = pd.DataFrame({
 display(Markdown(lab.markdown(table)))
 
 # %% [markdown]
-# Without the local mask, the mask stays as it is at the end of the warm-up. Afterwards, only the entries of the shared model at its
-# positions change. What the clients learn at other positions never reaches the server. Without error accumulation, the clients explore, but
-# what they do not send is lost.
+# Without the local mask, the mask stays as it is at the end of the warm-up. After that, only the parameters at the positions in this mask
+# change. What the clients learn at other positions never reaches the server. Without error accumulation, the clients explore, but what they
+# do not send is lost.
 #
-# TCS scores below dense training here. One reason may be that all clients together send few different entries per round, as the last column
-# shows: with larger local masks, it comes closer to dense training.
+# TCS scores below dense training here. One reason may be that all clients together send few different entries per round (last column). With
+# larger local masks, they send more, and the accuracy of TCS comes closer to that of dense training. Top-K, too, sends more different
+# entries, and reaches the accuracy of dense training.
 #
 # ## Why entries do not return to the mask of TCS
 #
@@ -501,15 +503,16 @@ for name in ("dense (FedAvg)", "no error accumulation", "TCS"):
 # *all* clients send their accumulated errors for this entry, which can keep it large for one more round. Then it has no accumulated errors
 # left, and drops out.
 #
-# To check this, we train with TCS once more, and look at two epochs after the dense start. We compare the accumulated errors at an entry
-# with the clients' differences of the current round:
+# To check this, we train with TCS once more, and measure in the first two epochs after the dense one. We compare the accumulated errors at
+# an entry with the clients' differences of the current round:
 #
 # $$\text{ratio} = \frac{\text{mean of } |e_{n,t-1}|}{\text{mean of } |\Delta\theta_{n,t}|}$$
 #
-# The means are over all clients and all entries of a group. We compute this ratio for three groups of entries: those that a client explores
-# in this round, those that are new in the shared mask, and the rest of the shared mask. We also ask how many of the explored entries the
-# clients would have chosen without accumulated errors, that is, if $S_{top}$ had looked only at the differences of the round. The statement
-# that the cell prints is *supported* if the 95 % interval of this fraction, over the rounds, lies below one half.
+# We compute this ratio for three groups of entries: those that a client explores in this round, those that are new in the shared mask, and
+# the rest of the shared mask. The means are over all clients and all entries of a group. We also ask how many of the explored entries the
+# clients would have chosen without accumulated errors, that is, if $S_{top}$ had looked only at the differences of the round. We compute
+# this fraction in every round, and a 95 % interval for its mean over the rounds. The statement that the cell prints is *supported* if the
+# whole interval lies below one half.
 
 
 # %%
@@ -561,9 +564,10 @@ claim.judge(
 # - the $K_{global}$ positions at which the weights θ end farthest from their initial values,
 # - positions drawn at random, for comparison.
 #
-# For each seed, we train TCS anew, and then with each of the three masks, which come from this run. The first round of all these runs is
-# dense. From the second round on, the runs with a fixed mask send only the entries in it. These runs are shorter than those above and have
-# no dense epoch, so their losses cannot be compared with the losses above.
+# For each seed, we first train with TCS and take the first two masks from this run. The third is drawn at random. Then we train once with
+# each of the three masks, without masks of the clients' own. The first round of all these runs is dense. From the second round on, the runs
+# with a fixed mask send only the entries in it. These runs are shorter than those above and have no dense epoch, so their losses cannot be
+# compared with the losses above.
 #
 # **What do you expect?** Which of the three masks comes closest to TCS?
 
@@ -603,17 +607,19 @@ best = "where θ moved farthest"
 as_well = lab.judge_mean(-behind[best][0], behind[best][1])  # whether TCS's loss is the higher one
 display(Markdown(lab.markdown(pd.DataFrame(table))))
 print(f"These are means over n = {len(rows)} seeds.\n"
-      f"Of the fixed masks, we ask about the positions {best}: do they do as well as the changing masks of TCS? The answer is {as_well}.")  # fmt: skip
+      f"Is the loss of the mask {best} really higher than that of TCS? This is {as_well}.")  # fmt: skip
 
 # %% [markdown]
-# If the answer is *open*, three seeds are too few to decide: the loss of this mask may be higher than that of TCS, or not.
+# (*Open* means that the interval of the difference contains 0, before rounding.) These masks have no entries of the clients' own. The
+# random mask of [17](17_rivals.ipynb) and [13](13_evidence.ipynb), which did about as well as TCS on CIFAR-10, is another one: it is drawn
+# anew in every round, and each client adds entries of its own.
 #
-# ## Claim
+# ## Six more checks
 #
 # The next cell checks six more statements. (One was checked above.) The first three follow from the algorithm. The other three are measured
 # in one training of each scheme. For the last two, TCS has to end with a training loss that is lower by more than 0.02, a limit that we
-# chose. That positions change *little* is not among these statements: in this training, most of them change.
-# [13_evidence](13_evidence.ipynb) judges it from longer trainings.
+# chose. We do not test here whether positions change *little*. In this training, most positions change. [13_evidence](13_evidence.ipynb)
+# judges it from longer trainings.
 
 # %%
 final = {name: run["loss"][-1] for name, run in runs.items()}
@@ -638,7 +644,7 @@ for name in ("no local mask", "no error accumulation"):
 # Replace each `return None` by your own lines. The cell then compares your function with the core.
 #
 # 1. Write lines 9 to 13. Return three tensors: the client's own positions (ascending, int64, counted
-#    from 0), a vector (D,) that is 0 wherever nothing is sent, and the new errors (D,).
+#    from 0), a vector (D,) with the values that are sent, and 0 at all other positions, and the new errors (D,).
 # 2. Write line 5, which gives the next round's `shared_K`. Your function gets the weights `theta_D`, a client's difference `delta_D` and the
 #    update `update_D`. Which of them does it need?
 #
@@ -649,7 +655,7 @@ for name in ("no local mask", "no error accumulation"):
 #
 # 1. The new errors include old errors that were not sent. So begin with the sum of the difference and the old errors, and use it in
 #    all lines that follow. Do not change the given tensors in place.
-# 2. The server and all clients must find the same mask, so it can only depend on a vector that all of them know.
+# 2. The server and all clients must find the same mask, so it may depend only on what all of them know. That excludes one of the three vectors. Of the other two, line 5 names the right one.
 #
 # </details>
 
@@ -712,17 +718,15 @@ often = (len(masks["TCS"]) - 1) * k_global / dimension
 display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
 - In dense training, {measured:.0%} of the positions in a mask were also in the mask of the round before. If the positions inside the layers were random, with
   the measured numbers of entries in each layer, {layers:.0%} would be in both masks. If all positions were random, it
-  would be {chance:.0%}. So {100 * (measured - layers):.0f} percentage points of the overlap are beyond chance within the layers. In
-  total, {word} than half of the entries stay.
+  would be {chance:.0%}. So {100 * (measured - layers):.0f} percentage points of the overlap are beyond chance within the layers.
 - In each round {turnover:.0%} of TCS's shared mask is new, and masks two rounds apart have {at_two:.0%} of their entries in common. Without error
   accumulation, masks two rounds apart have {quiet:.0%} in common. In each round, the clients together can explore {clients * k_local} entries, and the shared mask has {k_global} positions.
   In the paper, too, these two numbers are equal. So explored entries could replace the whole mask in one round. This turnover and these overlaps are
-  results of TCS itself: its masks and its accumulated errors decide which entries of the update become large. Whether the same entries would be large again without TCS,
-  the overlap in dense training above shows only roughly. Notebook [13_evidence](13_evidence.ipynb) tests this in larger trainings.
+  results of TCS itself: its masks and its accumulated errors decide which entries of the update become large. The overlap in dense training above shows only roughly whether the same entries would be large again without TCS. Notebook [13_evidence](13_evidence.ipynb) tests this in larger trainings.
 - We also asked whether one fixed mask (the positions {best}) does as well as the changing masks of TCS. The answer: **{as_well}** (n = {len(rows)} seeds;
   the losses are above).
 - This training shows how the schemes start, not how they end. It has {len(masks["TCS"]) - 1} rounds after the warm-up, and in each of them {phi_global:.0%} of
-  the entries are in the shared mask. So an entry is in it {often:.1f} times on average. With the paper's 23,400 rounds, this number is 234.
+  the entries are in the shared mask. So an entry is in the shared mask in {often:.1f} rounds on average. In the paper's 23,400 rounds, it is 234.
 """))  # fmt: skip
 
 # %% [markdown]
@@ -736,4 +740,4 @@ display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
 
 # %%
 print(f"Made with {lab.describe_core()} and torch {torch.__version__}, on {data.label}. "
-            f"The sections on fixed masks have {ticket_seeds} seeds, and all others one.")  # fmt: skip
+            f"The section on fixed masks uses {ticket_seeds} seeds. All other sections use one.")  # fmt: skip

@@ -383,8 +383,10 @@ for name, took in seconds.items():
 # This notebook does not show encryption and authentication (Flower provides them with certificates), several machines, or a server that is
 # killed (Flower then ends the run).
 #
-# Without Flower, several processes can train together with DDP, and [12_real_training](12_real_training.ipynb) shows the hook for it. To
-# try TCS on your own model first, see [15_your_own_model](15_your_own_model.ipynb).
+# Without Flower, the clients can run as processes of PyTorch: in `notebooks/examples/federation.py`, every process is a client and also
+# runs a copy of the server, and the processes exchange only encoded messages. Start it with `uv run torchrun --nproc-per-node 4
+# notebooks/examples/federation.py 50`. For DDP, [12_real_training](12_real_training.ipynb) shows a hook. To try TCS on your own model
+# first, see [15_your_own_model](15_your_own_model.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(

@@ -477,18 +477,17 @@ class Links:
         ]
         return pd.DataFrame(lines).fillna("")
 
-    def agreement(self, within: float) -> str:
-        """Say how many measurements agree with the calculation, and which do not, with the rate of a rank's
-        own link."""
-        ratios = dict[str, float]()
-        for row in self.rows:
-            if row["mbit"] and row["way"] != "passes" and (wanted := self.calculate(row)):
-                net = f"{Net.of(row).parameters:,} parameters"
-                own = f"{row['mbit'] / row['ranks']:,.0f} Mbit/s"
-                ratios[f"{row['way']} of {net} at {own}"] = row["seconds"] / wanted
-        off = [f"{name} ({r:.2f})" for name, r in ratios.items() if abs(r - 1) > within]
-        rest = f"; not: {', '.join(off)}" if off else ""
-        return f"{len(ratios) - len(off)} of {len(ratios)} within {within:.0%}{rest}"
+    def compare_with_calculation(self, within: float) -> tuple[int, int, int]:
+        """Return how many measured times lie within a fraction of the calculated ones, how many there are, and
+        how many of the others are longer."""
+        wanted = (
+            (row, self.calculate(row))
+            for row in self.rows
+            if row["mbit"] and row["way"] != "passes"
+        )
+        ratios = [row["seconds"] / calculated for row, calculated in wanted if calculated]
+        off = [ratio for ratio in ratios if abs(ratio - 1) > within]
+        return len(ratios) - len(off), len(ratios), sum(ratio > 1 for ratio in off)
 
     def compare_bytes_over_rate(self) -> tuple[float, float, int]:
         """Compare what a limit added to a step with the bytes divided by the rate: the smallest and the

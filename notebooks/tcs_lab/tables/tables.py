@@ -250,16 +250,15 @@ COLUMNS = (
 _NOTE = (
     "Accuracies are means ± one standard deviation over n seeds. Differences have 95 % intervals: ours "
     "{}, the paper's from the means and deviations that it prints. Bits are per parameter and local "
-    "iteration, after the warm-up. MB is one client's whole run, warm-up included. The csv beside this "
-    "has all other numbers."
+    "step, without the dense start (warm-up). MB are those of one client in the whole run, dense start included. The csv file "
+    "of the same name has further columns."
 )
 NOTE = _NOTE.format(
     "are Student's over the seeds that a scheme and the Baseline have in common, because this profile "
     "has no planned model"
 )
 NOTE_PLANNED = _NOTE.format(
-    "are those of the planned model (params/claims.yaml), as everywhere else (it allows for an effect of each "
-    "seed, so they can deviate from the differences of the printed means)"
+    "are those of the planned model (params/claims.yaml), which can deviate from the differences of the printed means"
 )
 
 
