@@ -52,11 +52,13 @@ def describe_rows(table: pd.DataFrame, confidence: float) -> str:
         "of test images. MB are those of one client's messages in the whole training, the dense start included. "
         "The time of a round is computing time, divided by that of TCS (measured in turns; a dash: not measured)."
     ]
+    if not len(table):
+        return said[0]
     if table["Method"].str.contains("(counted)", regex=False).any():
         said.append(
             "(counted) means that the method's messages are not decoded, so its bytes are only calculated."
         )
-    if (table.get("MB up, re-coded", pd.Series(dtype=str)) != "–").any():
+    if "MB up, re-coded" in table and (table["MB up, re-coded"] != "–").any():
         said.append(
             "Re-coded bytes are those with a shorter code for the same tensors; the dense start is not re-coded."
         )
