@@ -29,14 +29,14 @@
 #
 # | suffix | what it does | lossless |
 # |:---|:---|:---|
-# | `+` | uses shorter codes for the numbers of the intervals and for the positions | yes |
-# | `-M<q>` | uses the quantizer of Lloyd and Max with q bits instead of the paper's | no |
-# | `-E<n>` | gives each client's own mask n thousandths of all entries | no |
-# | `-K<n>` | makes all masks n times smaller | no |
-# | `-D<q>` | lets the server send only the entries of the shared mask and of a mask of its own, with q bits per value; it keeps the rest for later | no |
-# | `-NW` | has no warm-up | no |
-# | `-W<n>` | has a sparse warm-up: in its rounds, the masks are n times as large as later, and nothing is dense | no |
-# | `++` | combines `-D2` and `+`, and also `-NW` unless the name contains `-W` | no |
+# | <nobr>`+`</nobr> | uses shorter codes for the numbers of the intervals and for the positions | yes |
+# | <nobr>`-M<q>`</nobr> | uses the quantizer of Lloyd and Max with q bits instead of the paper's | no |
+# | <nobr>`-E<n>`</nobr> | gives each client's own mask n thousandths of all entries | no |
+# | <nobr>`-K<n>`</nobr> | makes all masks n times smaller | no |
+# | <nobr>`-D<q>`</nobr> | lets the server send only the entries of the shared mask and of a mask of its own, with q bits per value; it keeps the rest for later | no |
+# | <nobr>`-NW`</nobr> | has no warm-up | no |
+# | <nobr>`-W<n>`</nobr> | has a sparse warm-up: in its rounds, the masks are n times as large as later, and nothing is dense | no |
+# | <nobr>`++`</nobr> | combines `-D2` and `+`, and also `-NW` unless the name contains `-W` | no |
 #
 # *Run time*: about 25 s on two cores of a Xeon. *Read before*: [10_bits_on_the_wire](10_bits_on_the_wire.ipynb).
 #

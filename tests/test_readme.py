@@ -115,7 +115,7 @@ def test_its_first_script_runs_as_a_file_and_sends_what_the_text_says(tmp_path):
 def own_scheme():
     """The namespace of the block with a scheme."""
     namespace = {"__name__": "readme", "torch": torch}
-    exec(compile(CODE[2], "README.md", "exec"), namespace)
+    exec(compile(CODE[1], "README.md", "exec"), namespace)
     yield namespace
     tcs.FAMILIES.pop("TCS-Average", None)
     tcs.RULES.pop("TCS-Average", None)
@@ -134,7 +134,7 @@ def test_its_federation_learns_and_saves(own_scheme, tmp_path, monkeypatch, caps
     loaders = loaders_of()
     torch.manual_seed(0)
     own_scheme |= {"model": model_of(), "loaders": loaders, "rounds": 120, "batch": loaders[0][0]}
-    exec(compile(CODE[3], "README.md", "exec"), own_scheme)
+    exec(compile(CODE[2], "README.md", "exec"), own_scheme)
     assert float(capsys.readouterr().out) < 0.9 * math.log(2)  # two classes
     assert torch.load("model.pt").keys() == model_of().state_dict().keys()
 
@@ -178,7 +178,7 @@ class Registered:
 
 def test_pytorchs_hooks_are_there_under_these_names():
     model = Registered()
-    exec(compile(CODE[1], "README.md", "exec"), {"model": model})
+    exec(compile(CODE[4], "README.md", "exec"), {"model": model})
     assert model.hooks == [
         ("NoneType", "bf16_compress_hook"),
         ("PowerSGDState", "powerSGD_hook"),
@@ -187,7 +187,7 @@ def test_pytorchs_hooks_are_there_under_these_names():
 
 def test_its_two_sides_agree():
     namespace = {"tcs": tcs, "sizes": [60, 40], "delta_D": torch.randn(100), "rounds": 3}
-    exec(compile(CODE[4], "README.md", "exec"), namespace)
+    exec(compile(CODE[3], "README.md", "exec"), namespace)
     client, server = namespace["client"], namespace["server"]
     assert torch.equal(namespace["update_D"], namespace["average_D"])
     assert client.known.round == server.known.round == 3
