@@ -153,9 +153,9 @@ controls = lab.ROOT / "params/controls_plan.yaml"
 answers = lab.control_answers(controls, results)
 mechanism = answers.set_index("question").loc["mechanism"]
 asked = (
-    f" In TCS, all clients share a mask, which says which entries most of their messages contain. It is taken from the last update. Would any other mask do? The "
-    f"difference between TCS and the same scheme with a random shared mask is {lab.format_estimate(mechanism)} points. The claim that "
-    f"masks taken from the last update gain TCS more than {mechanism['bound_value']:g} points (a bound of ours) is **{mechanism['verdict']}** (n = {mechanism['n']}). "
+    f" In TCS, all clients share a mask. Most of what they send are entries in this mask, which is taken from the last update. Would any other mask do? The "
+    f"difference between TCS and the same scheme with a random shared mask is {lab.format_estimate(mechanism)} points. We also asked whether "
+    f"TCS ends more than {mechanism['bound_value']:g} points higher than that (a bound of ours): **{mechanism['verdict']}** (n = {mechanism['n']}). "
     + (
         f"A second way to compute the interval, a bootstrap, makes it slightly wider. With that one, the answer would be {weaker}."
         if (weaker := lab.differing_bootstrap_verdict(mechanism))
