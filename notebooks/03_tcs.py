@@ -163,9 +163,9 @@ lab.show_figures()
 #
 # Three changes to try:
 #
-# - `phi_global = 0.05` makes the shared mask five times as large (it is the fraction of all entries in this mask). In our trial, nearly all entries that entered it stayed for another round, because all clients together add fewer new entries per round than the mask has.
-# - `epochs = 20` trains longer. In our trial, TCS stayed well below dense training. TCS with larger local masks ($K_{local} = 200$, in the section *Take the parts away*) reached it.
-# - `phi_local = 1e-4` lets each client send only two entries of its own per round (it is their fraction of all entries), so the mask can only change slowly.
+# - `phi_global = 0.05` (the fraction of all entries that are in the shared mask) makes this mask five times as large. In our trial, nearly all entries that entered it stayed for another round. The clients explore at most 200 entries per round, so at most 200 of the 1,000 can be replaced.
+# - `epochs = 20` trains longer. In our trial, TCS stayed well below dense training. TCS with larger local masks ($K_{local} = 200$, in the section *Take the parts away*) reached the accuracy of dense training.
+# - `phi_local = 1e-4` (the fraction of all entries that are in a client's own mask) lets each client send only two entries of its own per round, so the mask can only change slowly.
 #
 # ## One round in a picture
 #
@@ -309,8 +309,9 @@ for number in range(2, 11):
 # plus the accumulated error is largest. In rounds 4 to 6 this is position 4. In round 7 it is position 6, where small differences have
 # added up. So nothing is sent at position 4 in round 7, and in round 8 each client sends the differences of two rounds there at once.
 # Together they are larger than the single difference at position 1. Therefore position 4 replaces position 1 in the shared mask of round 9.
-# In round 9, both clients send position 1 with their own masks, so position 1 is in the shared mask again in round 10. The `assert`
-# checks that nothing is lost: what the clients intended to send equals what was sent plus the accumulated errors.
+# In round 9, both clients send position 1 with their own masks. Its difference is larger than the single one at position 4, so position 1
+# is in the shared mask again in round 10. The `assert` checks that nothing is lost: what the clients intended to send equals what was sent
+# plus the accumulated errors.
 #
 # ## Without a local mask nothing ever moves
 #
@@ -610,9 +611,8 @@ print(f"These are means over n = {len(rows)} seeds.\n"
       f"Is the loss of the mask {best} really higher than that of TCS? This is {as_well}.")  # fmt: skip
 
 # %% [markdown]
-# (*Open* means that the interval of the difference contains 0, before rounding.) These masks have no entries of the clients' own. The
-# random mask of [17](17_rivals.ipynb) and [13](13_evidence.ipynb), which did about as well as TCS on CIFAR-10, is another one: it is drawn
-# anew in every round, and each client adds entries of its own.
+# (*Open* means that the interval of the difference contains 0, before rounding.) [Notebook 13](13_evidence.ipynb) uses a different random
+# mask, which did about as well as TCS on CIFAR-10: it is drawn anew in every round, and each client adds entries of its own.
 #
 # ## Six more checks
 #

@@ -13,9 +13,9 @@
 # check such a sentence, one has to say how large a loss would still count as none, and how sure one has to be. This notebook judges claims
 # of the paper, and some questions of our own, by our trainings. It reads stored results and trains nothing. *Run time*: seconds. *Read
 # before*: [08_tables_and_curves](08_tables_and_curves.ipynb). The grey bars are folded code cells: click one to open it. The second one
-# holds the settings. With `evidence = "small"`, other trainings are judged, and whether TCS loses more than half a point is open, because
-# there are fewer runs and they vary more. With `evidence = "cpu"`, it is open, too, and TCS-L4-Q5 still loses more than that. `beside =
-# [["short", 15]]` makes the tables of further trainings shorter.
+# holds the settings. With `evidence = "small"` or `"cpu"`, other trainings are judged. Whether TCS loses more than half a point is then
+# open, because there are fewer runs and they vary more. (In `"cpu"`, TCS-L4-Q5 still loses more than half a point.) `beside = [["short",
+# 15]]` leaves only one of the trainings that are shown for comparison.
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -155,7 +155,7 @@ mechanism = answers.set_index("question").loc["mechanism"]
 asked = (
     f" In TCS, all clients share a mask. Most of what they send are entries in this mask, which is taken from the last update. Would any other mask do? The "
     f"difference between TCS and the same scheme with a random shared mask is {lab.format_estimate(mechanism)} points. We also asked whether "
-    f"TCS ends more than {mechanism['bound_value']:g} points higher than that (a bound of ours): **{mechanism['verdict']}** (n = {mechanism['n']}). "
+    f"TCS ends more than {mechanism['bound_value']:g} points above this scheme (a bound of ours). This is **{mechanism['verdict']}** (n = {mechanism['n']}). "
     + (
         f"A second way to compute the interval, a bootstrap, makes it slightly wider. With that one, the answer would be {weaker}."
         if (weaker := lab.differing_bootstrap_verdict(mechanism))
@@ -180,7 +180,7 @@ display(
         f"sends everything. (This factor leaves out the dense start, in which everything is sent: five epochs in the paper, one in our trainings.) We allow a loss of {-kept['bound_value']:g} "
         f"points. In our trainings, TCS differs from centralized training by {lab.format_estimate(kept)} points: "
         f"**{kept['verdict']}**. TCS-L4-Q5 differs by {lab.format_estimate(short)}: **{short['verdict']}**. "
-        "Our trainings are smaller than the paper's and use its learning rates, without tuning. Training that sends everything, "
+        "Our trainings are smaller than the paper's and use its learning rates, scaled to our batches and not tuned. Training that sends everything, "
         "but also takes four local steps per round, loses nearly as much as TCS-L4-Q5."
         + at_tuned_rates
         + asked
@@ -214,17 +214,18 @@ display(
 # server and all clients apply the same momentum to the averaged update ([05](05_global_momentum.ipynb)). The learning rate $\eta$ is 0.5 in
 # the paper's Table 1 and 0.8 in its Table 2. We always give these numbers of the paper. Our runs use them divided by √8, because our
 # batches are 8 times smaller. Our data set is a copy of CIFAR-10 in which every image is stored as a JPEG file. Tables 1 to 3 are those of
-# the paper, which trained each method five times (in five *trials*).
+# the paper, which trained each method five times.
 #
 # A *record* is the stored result of one training run. A *profile* is a named set of settings for a training (network, images, epochs); it
-# is stored in `params/<profile>.yaml`. The verdicts on accuracy of the next sections come from runs of the profile `evidence`.
+# is stored in `params/<profile>.yaml`. In the next sections, all verdicts on accuracy come from the profile `evidence`. In *Sentence by
+# sentence*, some come from small trainings of other notebooks.
 #
-# The next table counts the verdicts on all planned claims, and some questions of our own, which the plan contains, too. (Three further
-# sections are not in it: *Is it time correlation?*, *Do masks coincide?* and *Sentence by sentence*.) For each group of claims, the first
-# row is about our own trainings, and the second about the numbers that the paper prints. Numbers of bits are not estimates: they follow
-# from the scheme and the size of the network. Such claims are marked **by construction**, and where it is known, the number in brackets
-# says how many of them meet their bound. (One of them also depends on how often clients choose the same entries: the bytes that the server
-# sends.) A claim is **not measured** if there are too few runs for an interval, or if the paper prints no numbers for it.
+# The next table counts the verdicts on everything that the plan asks: claims of the paper, and some questions of our own. (Three later
+# sections give verdicts that it does not count: *Is it time correlation?*, *Do masks coincide?* and *Sentence by sentence*.) For each group
+# of claims, the first row is about our own trainings, and the second about the numbers that the paper prints. Numbers of bits are not
+# estimates: they follow from the scheme and the size of the network. Such claims are marked **by construction**, and the number in brackets
+# says how many of our own meet their bound. (Those about the server's messages also depend on how often clients choose the same entries.) A
+# claim is **not measured** if there are too few runs for an interval, or if the paper prints no numbers for it.
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -306,8 +307,8 @@ if len(ratio):
 
 # %% [markdown]
 # The plan expected the two half-widths to agree within 15 %, and they do not. The bootstrap's is wider. We do not know why. The verdicts
-# use the intervals of the model alone. These are not corrected for the number of claims. But the claims whose verdict is not open have a
-# corrected p below 0.05, so with a correction their verdicts would be the same.
+# use the intervals of the model alone. These are not corrected for the number of claims. But of the six main claims, those that are not
+# open have a corrected p below 0.05, so a correction would not change their verdicts.
 
 # %% [markdown]
 # ## What the difference to centralized training is made of
@@ -524,10 +525,10 @@ else:
 # ## Do masks coincide?
 #
 # The paper mentions sums that are computed over the air, by adding radio signals. They need clients that send the same entries. So we count
-# how often clients do so. The records say only how many different entries all clients sent together, and not who sent which. From this
-# number, we calculate how many of a client's values are at positions that some other client sends, too, at the least. This is the first
-# column of numbers. The second is the same for only those values that the client chose by itself, outside of the shared mask. *Clients per
-# entry* is how many of the ten clients send an entry that is sent at all, on average.
+# how often clients do so. The records say only how many different entries all clients sent together, and not who sent which. From this, we
+# calculate a lower bound for the first column of numbers: the fraction of a client's values whose positions at least one other client also
+# sends. The second is the same for only those values that the client chose by itself, outside of the shared mask. *Clients per entry* is
+# the average number of clients that send an entry, over the entries that are sent at all.
 #
 # The column *stays in the shared mask* shows which fraction of TCS's shared mask is also in the mask of the next round. The paper says that
 # the mask changes gradually. It gives no number, and we chose one half as the bound. The rows below `evidence` are other trainings, which
@@ -643,12 +644,12 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 # in other notebooks, which the column *shown in* names. If several measured claims belong to a sentence and their verdicts differ, each
 # stands beside its number.
 #
-# Some names in the table: In TCS-LF, every layer has a guaranteed minimum in the shared mask and in each client's own mask. In TCS-PLF, it
-# has one in the shared mask only. Rand-K sends $K$ entries at random positions. The *warm-up* is the dense first epoch. A number such as
-# ×1.114 says how many times fewer bits are sent. $\phi$ is the fraction of entries that is sent ($\phi_{global}$ in the shared mask,
-# $\phi_{local}$ in a client's own), $d$ the number of parameters, $q$ the number of bits of a value, and $H$ the number of local steps. The
-# quantizer sorts the magnitudes into $P$ intervals, each $1/\sigma$ times as wide as the next smaller one
-# ([07](07_fractional_quantization.ipynb)). If no rate is named, $\eta$ is 0.5 (0.1 for the Baseline).
+# Some names in the table: In TCS-LF, every layer has a guaranteed minimum in the shared mask and in each client's own mask. In TCS-PLF, the
+# minimum is guaranteed in the shared mask only. Rand-K sends $K$ entries at random positions. The *warm-up* is the dense first epoch. A
+# number such as ×1.114 says how many times fewer bits are sent. $\phi$ is the fraction of entries that is sent ($\phi_{global}$ in the
+# shared mask, $\phi_{local}$ in a client's own), $d$ the number of parameters, $q$ the number of bits of a value, and $H$ the number of
+# local steps. The quantizer sorts the magnitudes into $P$ intervals, each wider than the one below it by the factor $1/\sigma$ ($\sigma <
+# 1$; ([07](07_fractional_quantization.ipynb)). If no rate is named, $\eta$ is 0.5 (0.1 for the Baseline).
 
 # %%
 found = found[found["verdict"] != "out of scope"]
@@ -730,11 +731,11 @@ if lacking:
 # ## Appendix: with and without the gates of an earlier plan
 #
 # An earlier plan was made for smaller trainings (profile `cpu`). It contained two *gates*, which are comparisons of dense trainings. The
-# first gate asked whether FedAvg stays within half a point of the Baseline. The second asked the same for FedAvg-L4. Some claims depended
-# on a gate: if its comparison failed, these claims were "not testable", whatever the sparse runs showed. All claims about more than one
-# local step depended on the second gate. A gate looks only at the mean of its comparison. The table shows the claims whose verdict depends
-# on the rule. (One claim does not depend on a gate: that momentum helps the Baseline. And one was added later: TCS-L4-Q5 against FedAvg-L4.
-# For it, we show what the gate would have said.)
+# first gate asked whether FedAvg stays within half a point of the Baseline. The second asked the same for FedAvg-L4. All claims but one
+# depended on a gate: if its comparison failed, these claims were "not testable", whatever the sparse runs showed. All claims about more
+# than one local step depended on the second gate. A gate looks only at the mean of its comparison. The table shows the claims whose verdict
+# depends on the rule. (The claim that depends on none is that momentum helps the Baseline. One claim was added later: TCS-L4-Q5 against
+# FedAvg-L4. For it, we show what the gate would have said.)
 #
 # The present plan has no gates. They were dropped before its first run, but after a pilot run of the same size in which FedAvg-L4 ended 0.7
 # points below the Baseline (one seed) and would have failed its gate.
@@ -932,8 +933,7 @@ if len(sources):
 #
 # 1. The first trainings had 15 epochs and used all images (profile `short`). TCS lost accuracy there. This was known when the claims, their
 #    bounds and the gates were written for profile `cpu`. No bound has changed since then.
-# 2. The profile `small`, trainings of 300 epochs and more seeds were added when some results were known. We computed
-#    verdicts from them then, which no longer count.
+# 2. The profile `small`, trainings of 300 epochs and more seeds were added when some results were known. At that time we computed verdicts from them. These no longer count.
 # 3. Then `evidence` was planned. Its claims, bounds, numbers of seeds, analysis and order of runs are older than its first record. At that time we knew the results of steps 1 and 2, and of a pilot run of the size of `evidence`. The pilot had one seed and six schemes and was tested on 10,000
 #    images (Baseline 77.3 %, FedAvg 77.4, TCS 77.0, FedAvg-L4 76.6, TCS-L4 76.2, TCS-L4-Q5 76.4). It was used to choose the size, and its result was
 #    known when the gates were dropped.

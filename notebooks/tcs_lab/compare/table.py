@@ -48,9 +48,9 @@ def rows_table(
 def describe_rows(table: pd.DataFrame, confidence: float) -> str:
     """Return the caption of a table of points."""
     said = [
-        f"Accuracy is the mean over n seeds. Its {confidence:.0%} interval contains the chance of the seeds and of the choice "
+        f"Accuracy is the mean over n seeds ± half of its {confidence:.0%} interval, which allows for chance in the seeds and in the choice "
         "of test images. MB are those of one client's messages in the whole training, the dense start included. "
-        "The time of a round is computing time, divided by that of TCS (measured in turns; a dash: not measured)."
+        "The time of a round is computing time, divided by that of TCS. (The methods took turns on the same machine; – means not measured.)"
     ]
     if not len(table):
         return said[0]
