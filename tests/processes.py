@@ -36,7 +36,7 @@ class Ranks(NamedTuple):
     size: int
 
 
-def as_rank(rank, size, port, folder, joined, work, arguments, answers):
+def as_rank(rank, size, port, folder, joined, work, arguments, answers, all_are_done):
     """In a process of its own: what torchrun would set, then work(ranks, ...)."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
     os.environ.update(MASTER_PORT=str(port), LOCAL_RANK=str(rank), TCS_CACHE=str(folder / "cache"))
@@ -46,25 +46,29 @@ def as_rank(rank, size, port, folder, joined, work, arguments, answers):
         if joined:
             dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         answers.put((rank, work(Ranks(rank, size), folder, *arguments)))
-        if joined:  # not after an error: it would wait for those who are gone
-            dist.destroy_process_group()
     except Exception as error:
         answers.put((rank, f"{type(error).__name__}: {error}"))
+    all_are_done.wait(60)  # the others may still need this rank, which has the store if it is 0
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)  # the end of a process group may abort in one of gloo's threads
 
 
 def start(size, folder, work, *arguments, joined=True):
     """The answers of `size` ranks that each call work(ranks, folder, *arguments), by rank; an
     exception is its text. Unless they are `joined`, the work has to initialize its process group."""
-    answers, port = FORKSERVER.Queue(), free_port()
+    answers, all_are_done, port = FORKSERVER.Queue(), FORKSERVER.Event(), free_port()
     processes = [
         FORKSERVER.Process(
-            target=as_rank, args=(rank, size, port, folder, joined, work, arguments, answers)
+            target=as_rank,
+            args=(rank, size, port, folder, joined, work, arguments, answers, all_are_done),
         )
         for rank in range(size)
     ]
     for process in processes:
         process.start()
     found = dict(answers.get(timeout=90) for _ in processes)
+    all_are_done.set()
     for process in processes:
         process.join(30)
         assert process.exitcode == 0
