@@ -188,7 +188,6 @@ for winner in dict.fromkeys(map(beaten_by, stored)):
         lines.append(
             f"**{winner}** sends less than each of the following and is more accurate (the interval of the difference lies above zero). So as to bytes and accuracy, there is no reason to choose them "
             f"for this training: {losers}.")  # fmt: skip
-yes = "Yes."
 for one, other, better, what in (
     ("TCS", "TCS-Random", True, "Does it help that the shared mask follows the last update?"),
     ("TCS", "top-K", True, "Is a shared mask better than masks of the clients' own?"),
@@ -198,7 +197,7 @@ for one, other, better, what in (
     if one in by_name and other in by_name:
         e = scores.model.estimate({one: 1.0, other: -1.0}, scores.confidence)
         answer = (
-            "We cannot say." if e.low < 0 < e.high else yes if (e.value > 0) == better else "No."
+            "We cannot say." if e.low < 0 < e.high else "Yes." if (e.value > 0) == better else "No."
         )
         lines.append(
             f"{what} {answer} {one} minus {other}: {difference(one, other)}; between runs with the same seed {paired(one, other)}."

@@ -656,7 +656,6 @@ def values_of_recurrence() -> dict[str, str]:
     return {
         **{key: f"{100 * shares[key]:.1f} %" for key in ("seen", "by_layers")},
         "could_stay": f"{100 * (1 - shares['by_layers']):.0f}",
-        "half_of_it": f"{50 * (1 - shares['by_layers']):.0f}",
         "stay_beyond": f"{100 * (shares['seen'] - shares['by_layers']):.0f}",
     }
 
