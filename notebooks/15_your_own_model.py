@@ -35,6 +35,7 @@ import tcs_lab as lab
 import torch
 from annotated_types import Len
 from IPython.display import Markdown, display
+from tcs_lab.teaching.cells import describe_figure
 from torch import nn
 
 import tcs_core as tcs
@@ -207,7 +208,7 @@ for scheme, curve in curves.items():
     right.plot(sparse["MB"] - dense, sparse["loss"], **style)
 lab.name_pair(left, right, "round", "test loss", "MB of all clients after the warm-up")
 left.legend(frameon=False)
-picture.update(fig)  # at the top
+picture.update(fig, metadata={"image/png": {"alt": describe_figure(fig)}})  # at the top
 plt.close(fig)
 
 # %% [markdown]

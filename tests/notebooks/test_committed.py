@@ -127,6 +127,15 @@ def test_statements_are_asserted_at_the_notebooks_own_parameters(path):
         assert kept.parameters == read_literals(parameters_of(notebook)) and kept.verdicts
 
 
+@pytest.mark.parametrize("path", IPYNB, **by_name)
+def test_pictures_have_alternative_text(path):
+    """A picture without words is lost on a reader who cannot see it."""
+    outputs = [output for cell in code_of(read(path)) for output in cell.outputs]
+    pictures = [o.metadata for o in outputs if "image/png" in o.get("data", {})]
+    texts = [known.get("image/png", known).get("alt", "") for known in pictures]
+    assert [text for text in texts if len(text) < 10] == []
+
+
 def nbconvert_words(kind):
     """The words of README's only command that converts a notebook to this kind."""
     (line,) = re.findall(rf"jupyter nbconvert (--to {kind} .*?)\n\n", README, re.S)
