@@ -130,8 +130,18 @@ display(Markdown("\n".join([start, "", lab.markdown(pd.DataFrame(lines))])))
 # speed in each direction. The bf16 hook sends gradients as 16-bit numbers. PowerSGD, another hook of PyTorch, sends low-rank approximations
 # of them.
 #
-# The cells below train a third network, a ResNet-8 of about 20,000 parameters, with the hook and without it. You can change the settings of
-# this training and run all cells again. The text between the cells describes the results for the values given here. Three changes to try:
+# This page uses five networks:
+#
+# | Network | What it is used for |
+# | :--- | :--- |
+# | ResNet-8, about 20,000 parameters | the training in the cells of this page |
+# | GPT, 33,191 parameters | loss: which settings of the hook are good, and an older study |
+# | GPT, 1.1 million parameters | loss: the best settings with two and eight processes; and seconds |
+# | Linear layers, 10 million parameters | seconds |
+# | Linear layers, 100 million parameters | seconds |
+#
+# You can change the settings of the ResNet-8's training and run all cells again. The text between the cells describes the results for the
+# values given here. Three changes to try:
 #
 # - `phi_global = 1e-2` (shared) and `phi_local = 1e-3` (own entries) make the messages after the dense start about five times shorter. In our trial, the
 #   loss fell more slowly, and two of the statements that the page checks at its end turned out false.
