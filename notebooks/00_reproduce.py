@@ -141,9 +141,9 @@ if len(measured):
     setting = records[0]["provenance"]["dataset"], records[0]["config"]["epochs"]
     display(Markdown(
         "**In short.** We compare final test accuracies, in percentage points, with that of centralized training, which is "
-        f"called the *Baseline*. These numbers are for the learning rate of the paper's Table 1. TCS {ended('TCS')}. TCS-L4-Q5, which is TCS with four local steps per round and 5-bit "
-        f"values, {ended('TCS-L4-Q5')}. FedAvg, which is federated training without compression, {ended('FedAvg')}. The "
-        "paper has no result of FedAvg."))  # fmt: skip
+        f"called the *Baseline*. TCS {ended('TCS')}. TCS-L4-Q5, which is TCS with four local steps per round and 5-bit "
+        f"values, {ended('TCS-L4-Q5')}. FedAvg, which here sends everything after one local step, {ended('FedAvg')}. The "
+        "paper has no result of FedAvg. All methods but the Baseline use the learning rate of the paper's Table 1, scaled to our batches."))  # fmt: skip
     display(Markdown(lab.markdown(pd.DataFrame([compared(row) for row in measured.itertuples()]))))
     heading = "Accuracy against traffic: {}, {} epochs".format(*setting)
     picture = io.BytesIO()
@@ -154,13 +154,13 @@ print(f"This page is drawn from {len(drawn_runs)} records in results/{shown}/run
 
 # %% [markdown]
 # In the picture, methods further to the left send and receive less. The grey band is centralized training. Each point is a mean over seeds.
-# Its bar, and the height of the band, is one standard deviation. The megabytes are those that one client sends and receives in the whole
-# training. The suffix -L4 in a name means four local steps per round, and -Q5 means values of 5 bits. In the tables below, -LF means that
-# every layer gets at least a minimum share of the entries, in the shared mask and in each client's own mask. -PLF does this for the shared
-# mask only. *Global Momentum* means that the server and all clients apply the same momentum to the averaged update.
-# [09_your_own_scheme](09_your_own_scheme.ipynb) explains all suffixes. In *top-K*, every client sends the largest entries of its own update
-# together with their positions. The paper trains a larger network for longer, so its accuracies are higher than ours. So compare the
-# differences from the Baseline. Even these need not be equal, because our training is a smaller one.
+# Its bar, and the grey band, reach from one standard deviation below the mean to one above it. The megabytes are those that one client
+# sends and receives in the whole training. The suffix -L4 in a name means four local steps per round, and -Q5 means values of 5 bits. In
+# the tables below, -LF means that every layer gets at least a minimum share of the entries, in the shared mask and in each client's own
+# mask. -PLF does this for the shared mask only. *Global Momentum* means that the server and all clients apply the same momentum to the
+# averaged update. [09_your_own_scheme](09_your_own_scheme.ipynb) explains all suffixes. In *top-K*, every client sends the largest entries
+# of its own update together with their positions. The paper trains a larger network for longer, so its accuracies are higher than ours. So
+# compare the differences from the Baseline. Even these need not be equal, because our training is a smaller one.
 #
 # ## Make it yourself
 #
@@ -175,9 +175,10 @@ print(f"This page is drawn from {len(drawn_runs)} records in results/{shown}/run
 # profile's file, or else from the paper. For example:
 #
 # - `tables = [3]` draws only the table with momentum and its figure.
-# - Another name in `points`, such as `"TCS-L2"`, adds a row and a point to the picture, between TCS and TCS-L4.
+# - The setting `points` lists the methods of the first table and of the picture. With `"TCS-L2"` in it, the table gets a further row and the picture a further
+#   point, which lies between those of TCS and TCS-L4.
 # - `seeds = [1, 2, 3]` uses only three runs of each method, so the accuracies change a little. In profile `evidence` the differences from
-#   the Baseline stay the same, because they are estimated from all runs.
+#   the Baseline stay the same, because they come from a statistical model that always uses all runs.
 #
 # ## All tables and figures
 #
@@ -208,28 +209,26 @@ for t, table in drawn.items():
         display(Image(table.picture, width=700, alt=alternative(t)))
 
 # %% [markdown]
-# **How to read them.** Each table is followed by its figure. A figure shows the training curves on the left, and the end of these curves,
-# enlarged, on the right. In profile `evidence` the last epoch is tested on 35,000 images: the test images, and those training images that
-# no run trained on. All earlier epochs are tested on the 10,000 test images alone. The step at epoch 80 comes from this change and not from
-# learning.
+# **How to read them.** Each table is followed by its figure. A figure shows the test accuracy after each epoch on the left, and the last
+# epochs, enlarged, on the right. In profile `evidence` all runs train on the same half of the training images of CIFAR-10. The last epoch
+# is tested on 35,000 images: the 10,000 test images and the 25,000 training images that were left out. All earlier epochs are tested on the
+# 10,000 test images alone. The step at epoch 80 comes from this change and not from learning.
 #
-# Differences from the Baseline are in percentage points, with 95 % intervals. In profile `evidence` our intervals come from one statistical
-# model of all runs, which was fixed before the first run. Some seeds give slightly higher accuracies than others, whatever the method, and
-# the model takes this into account. So where a method has fewer seeds than the Baseline, its difference can deviate from the difference of
-# the two accuracies that are printed. (Elsewhere, they differ by rounding.) The learning rate η in a table's title is the paper's. In our
-# runs it is scaled to our smaller batches. The Baseline has its own learning rate, so its row is the same in all three tables. In Table 3,
-# methods that use momentum should be compared with *Baseline-Momentum* instead, which is centralized training with momentum. (The paper
-# prints slightly different deviations for the same runs in its Tables 1 and 3.) [13](13_evidence.ipynb) judges the paper's claims by the
-# same model. Other profiles have no such model. Their intervals are Student's t intervals over the seeds that a method and the Baseline
-# have in common.
+# In profile `evidence` our intervals come from one statistical model of all runs, which was fixed before the first run. Some seeds give
+# slightly higher accuracies than others, whatever the method, and the model takes this into account. So where a method has fewer seeds than
+# the Baseline, its difference can deviate from the difference of the two accuracies that are printed. (Elsewhere, they differ by rounding.)
+# The learning rate η in a table's title is the paper's. (Table 3 has 0.5, as Table 1.) In our runs it is scaled to our smaller batches. The
+# Baseline has its own learning rate, so its row is the same in all three tables. In Table 3, methods that use momentum should be compared
+# with *Baseline-Momentum* instead, which is centralized training with momentum. (For TCS, the paper prints a standard deviation of 0.143 in
+# its Table 1 and of 0.128 in its Table 3.) [13](13_evidence.ipynb) judges the paper's claims by the same model. Other profiles have no such
+# model. Their intervals are Student's t intervals over the seeds that a method and the Baseline have in common.
 #
-# Bits are counted per parameter and local step. The first number is the paper's formula. The second is counted in the messages that were
-# sent after the warm-up (the first epochs, in which nothing is compressed). It can be larger, because messages contain some numbers that
-# the formula leaves out, or smaller, because the formula estimates the length of positions. The last column says how many megabytes one
-# client sends and receives in the whole run, warm-up included.
+# In the column of bits, the first number is the paper's formula. The second is counted in the messages that were sent after the warm-up
+# (the first epochs, in which nothing is compressed). It can be larger, because messages contain some numbers that the formula leaves out.
+# It can also be smaller, because the formula only estimates how many bits the positions take.
 #
-# The csv files have more columns. One of them is the training loss. If a method ends below the Baseline and its training loss is also
-# higher, it may only have needed more epochs.
+# The csv files also contain the training loss. If a method ends below the Baseline and its training loss is also higher, it may only have
+# needed more epochs.
 
 # %% [markdown]
 # ## What we saw
@@ -242,18 +241,16 @@ print(
 )
 for record in diverged:
     print(f"{record['config']['scheme']['name']}: {record['reason']}")
-for t, params in plans.items():
-    rows = lab.summary(lab.load_records(lab.plan(params)).values(), planned=lab.plan(params))
-    measured = f"{(rows['n'] > 0).sum()} of its {len(rows)} methods"
-    planned = lab.keep_planned(lab.plan(asked[t]), shown)
-    without = lab.list_missing(planned, records)
-    print(
-        f"Table {t} shows {rows['n'].sum()} runs of {measured}. Planned runs without a record: {without}."
-    )
+lacks = {t: lab.list_missing(lab.keep_planned(lab.plan(asked[t]), shown), records) for t in plans}
+if all(without == "none" for without in lacks.values()):
+    print("Every planned run of these tables has a record.")
+else:
+    for t, without in lacks.items():
+        print(f"Planned runs of Table {t} without a record: {without}.")
 
 # %% [markdown]
 # This notebook shows numbers but does not judge them. [13_evidence](13_evidence.ipynb) judges the paper's claims, and notebooks 01 to 07
 # explain what each scheme does. Next: [01_fedavg](01_fedavg.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-print(f"Shown with {lab.describe_core()}. {lab.describe_provenance(records)}")
+print(f"Shown with {lab.describe_core()}. {lab.describe_provenance(drawn_runs)}")

@@ -14,9 +14,9 @@
 # the shared mask follows an average of past updates, and it changes less than the mask of TCS. We also show how to detect a scheme that
 # uses information which the server does not have.
 #
-# **Claim (Table 1, Fig. 3).** An idea for a mask becomes a row of Table 1 and a curve of Fig. 3 with at most ten lines of code. The new
-# scheme trains, every bit that it sends is counted, and it accepts suffixes like the schemes of the paper, for example -L4 for four local
-# steps and -Q5 for values of 5 bits.
+# **Claim (Table 1, Fig. 3).** The paper compares its schemes in Table 1 (accuracy and bits) and in Fig. 3 (accuracy by epoch). An idea for
+# a mask becomes a row and a curve of our versions of these with at most ten lines of code. The new scheme trains, every bit that it sends
+# is counted, and it accepts suffixes like the schemes of the paper, for example -L4 for four local steps and -Q5 for values of 5 bits.
 #
 # We try three ideas: a shared mask that follows a running average of the updates, clients that send every entry that stands out, and a rule
 # that cheats. A *profile* is a file that says how large the trainings are. The runs here have the profile `ci` and take seconds each. Their
@@ -28,8 +28,8 @@
 # *Run time*: about 30 s on two cores of a Xeon, and about 10 s when the records exist already. *Read before*: [03_tcs](03_tcs.ipynb).
 #
 # *How to use it*: the grey bars are folded code cells; click one to open it. The second one holds the parameters. Change them there, or
-# change a scheme, and run all cells again. For example, replace 0.9 by 0.5 in the class `RunningAverage`. Less of the shared mask of
-# `TCS-Average` should then stay from one round to the next. Replace 4 by 3 in the class `Threshold`, and it should send more bits. With
+# change a scheme, and run all cells again. For example, replace 0.9 by 0.5 in the class `RunningAverage` (our first example). Less of its
+# shared mask should then stay from one round to the next. Replace 4 by 3 in the class `Threshold`, and it should send more bits. With
 # `seeds = 2`, the table of accuracies has standard deviations. Most of them are about two points, which shows how little these short
 # trainings say about accuracy.
 
@@ -52,11 +52,12 @@ torch.set_num_threads(1)
 # %% [markdown]
 # ## Parameters
 #
-# The sizes come from `params/<profile>.yaml`. The learning rate and the paper's numbers come from `params/table1.yaml`. A run of `TCS` or
-# `Baseline` here is therefore the same run as in [notebook 08](08_tables_and_curves.ipynb), and has the same record.
+# The network, the data and the number of epochs come from `params/<profile>.yaml`. The learning rate and the paper's numbers come from
+# `params/table1.yaml`. The result of every run is kept in a file, its *record*. A run of `TCS` or of `Baseline` (centralized training) here
+# is the same run as in [notebook 08](08_tables_and_curves.ipynb), so both notebooks use the same record.
 #
-# You can change any of these values and run all cells again. The text between the cells describes the results for the values given here.
-# The outputs of the cells under *Claim* and *What we saw* are computed anew.
+# The text between the cells describes the results for the values given here. The outputs of the cells under *Claim* and *What we saw* are
+# computed anew.
 
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 profile = "ci"  # sizes: params/<profile>.yaml; folder under results/
@@ -80,7 +81,7 @@ print(
 # %% [markdown]
 # ## What a scheme decides
 #
-# All schemes share everything except the choice of the masks. A scheme is a **rule** with four methods:
+# Without suffixes, schemes differ only in how they choose the masks. This choice is a **rule** with four methods:
 #
 # - `shared_mask` returns the entries that the server and all clients know without being told. This is the paper's global mask.
 # - `own_count` says how many more entries a client adds.
@@ -93,13 +94,15 @@ print(
 lab.show_code(tcs.TCS.shared_mask, tcs.TCS.observe, tcs.MaskRule.own_mask)
 
 # %% [markdown]
-# `select` is the paper's $S_{top}$, which selects the largest entries. `k_global` is $K=\lceil\phi_{global}\,d\rceil$, the number of
-# entries in the shared mask, and $d$ is the number of all entries. Most of the other lines handle two special cases: an update that is zero
-# everywhere, and a mask that shrinks after a sparse warm-up.
+# `select` is the paper's $S_{top}$, which selects the largest entries. `k_global` is $K=\lceil\phi_{global}\,D\rceil$, the number of
+# entries in the shared mask. $D$ is the number of all entries, and $\phi_{global}$ a fraction that the scheme declares. Most of the other
+# lines handle two special cases: an update that is zero everywhere, and a mask that is larger in the first rounds and then shrinks (the
+# suffix `-W<n>` below).
 #
 # ## First idea: a mask with a memory
 #
-# The last update is only a noisy hint of which entries matter. Let the mask follow a running average of the updates instead:
+# The last update is only a noisy hint of which entries matter. Let the mask follow a running average of the magnitudes of the updates
+# instead. (The factor 0.1 of an average is left out, because it does not change which entries are the largest.)
 #
 # $$a_t = 0.9\,a_{t-1}+|\Delta\theta_t|,\qquad m_{global}=S_{top}(a_t,\,K).$$
 #
@@ -120,8 +123,8 @@ class RunningAverage(tcs.TCS):
 
 
 # %% [markdown]
-# `keeps` lists the attributes that must be saved so that an interrupted run can continue. The registered name accepts every suffix. The
-# scheme sends as many bits as TCS, because it declares the same fractions $\phi$:
+# `keeps` lists the attributes that must be saved so that an interrupted run can continue. `register_scheme` gives the rule the name
+# `TCS-Average`, which accepts every suffix. The scheme sends as many bits as TCS, because it declares the same fractions $\phi$:
 
 # %% tags=["nbval-check-output"]
 for suffix in ("", "-L4", "-Q5", "-L4-Q5", "-LF"):
@@ -131,7 +134,7 @@ for suffix in ("", "-L4", "-Q5", "-L4-Q5", "-LF"):
     )
 
 # %% [markdown]
-# These are all suffixes. Those of the paper come first:
+# The next table lists all suffixes that exist. Those up to `-Q<q>` come from the paper.
 
 # %%
 suffixes = [{"suffix": f"`{one.form}`", "means": one.says} for one in tcs.SUFFIXES]
@@ -230,8 +233,8 @@ for name, rounds in followed.items():
     )
 
 # %% [markdown]
-# Three rules are honest. The fourth is detected as soon as the sparse rounds begin. (Threshold has no shared mask, so there is nothing that
-# it could hide.) The same rounds show what the memory does:
+# Three rules are honest. The training begins with dense rounds, in which there is no mask. The fourth rule is detected in the first rounds
+# after them. (Threshold has no shared mask, so there is nothing that it could hide.) The same rounds show what the memory does:
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 fig, ax = plt.subplots(figsize=(7.6, 3.8), layout="constrained")
@@ -248,7 +251,7 @@ lab.show_figures()
 
 # %% [markdown]
 # In sparse rounds, the running average keeps most of its mask, while TCS replaces a large part of its mask in every round. This is one
-# short training of a tiny network, so its numbers say little about other trainings. We see two likely causes.
+# short training of a tiny network, so its numbers say little about other trainings. We see two likely reasons why TCS replaces so much.
 #
 # The first is that errors accumulate. The update is zero outside the masks, so a new entry of the shared mask can only come from a client's
 # own mask. What the client sends there has accumulated over many rounds. The entry is therefore large once, enters the shared mask, and is
@@ -257,9 +260,11 @@ lab.show_figures()
 #
 # ## Names and values of your own
 #
-# You can also add suffixes and quantizers. A **suffix** says which fields of `Scheme` it sets, and what a scheme needs for the suffix to
-# make sense. A **quantizer** returns a code for each value and the magnitude that each code stands for. Its letter becomes a suffix, too.
-# The quantizer below divides the magnitudes into intervals of equal width; the paper uses intervals of equal ratio.
+# You can also add suffixes and quantizers. The settings of a scheme, such as its fractions and its number of local steps, are the fields of
+# an object `Scheme`. A **suffix** says which of these fields it sets, and which schemes it can be used with. The one below, `-G<n>`, makes
+# the shared mask n thousandths of all entries, in schemes that have one. A **quantizer** returns a code for each value and the magnitude
+# that each code stands for. Its letter becomes a suffix, too. The quantizer below divides the magnitudes into intervals of equal width; the
+# paper uses intervals of equal ratio.
 
 
 # %%
@@ -286,8 +291,9 @@ for name in ("TCS-G5", "TCS-Average-G5-Q5", "TCS-Average-G5-U5"):
     print(f"{name:18s} {compressor.bits_up:,} bits; relative error of the values: {off:.1%}")
 
 # %% [markdown]
-# Here the paper's quantizer is more accurate, because the largest entries of a normal vector lie within a factor of two of each other. In
-# [07](07_fractional_quantization.ipynb), very small values made it less accurate.
+# Here the paper's quantizer (`-Q5`) is more accurate. The values are the largest ones of many normal random numbers, so they lie within a
+# factor of two of each other. Its intervals cover only the range of these values, while intervals of equal width that begin at zero are
+# half unused. In [07](07_fractional_quantization.ipynb), very small values made it less accurate.
 #
 # ## The row and the curve
 #
@@ -350,19 +356,21 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 # ## What to keep in mind
 #
 # - **Use no hidden information.** The shared mask may depend on the updates, the model, a seed and the number of the round, but not on
-#   anything that a client keeps to itself. `follow` tests the shared mask. `tcs compare` does not do this, so copy your class into this notebook and run `follow("its name")`.
+#   anything that a client keeps to itself. The function `follow` of this notebook tests the shared mask, and so does `tcs compare --dry-run` (see below).
 # - **One object serves all clients.** If `own_mask` stores something, the next client sees it. This would be a leak of information.
 # - **A client's own mask must not overlap the shared mask.** The core refuses entries that would be sent twice.
 #   `select(…, excluded_D=shared_D)` avoids them; with a mask of booleans, write `& ~shared_D`.
 # - **Draw random masks from `self.seed` and a counter**, as `tcs.RandK` does, and never from `torch.rand`. The server and all clients
 #   must draw the same mask.
-# - **Save the state.** List all attributes that change in `keeps`. They must be tensors or numbers. Then an interrupted run continues exactly, and
-#   `tcs compare --dry-run` checks this. Keep a history as one tensor, such as `torch.stack` makes it, and random draws as a counter.
+# - **Save the state.** In `keeps`, list the names of all attributes that change during a training. They must be tensors or numbers. Then an interrupted run continues exactly, and
+#   `tcs compare --dry-run` checks this. If you need several past updates, keep them as one tensor (made by `torch.stack`). If you draw random numbers, keep
+#   how often you have drawn.
 # - **Change no tensor in place.** `update_D` is added to the model afterwards, and the tensors in `keeps` are restored after a round that fails.
 #   So write `self.count_D = 0.8 * self.count_D + new_D`, and not `self.count_D.mul_(0.8).add_(new_D)`.
-# - **`self.select(vector_D, k, phi_min, excluded_D=None)`** returns the positions of the k largest entries. `phi_min` is for layer-wise fairness:
-#   give `self.scheme.phi_min_global` or `self.scheme.phi_min_local`. (You may ignore `among_K`, which makes it faster.)
-# - **Declare the fractions that you really send.** The formula relies on them. The counted bits do not depend on them.
+# - **`self.select(vector_D, k, phi_min, excluded_D=None)`** returns the positions of the k largest entries. `phi_min` is the fraction of its entries that every layer keeps in any case
+#   (suffixes -LF and -PLF): give `self.scheme.phi_min_global` for a shared mask, and `self.scheme.phi_min_local` for a client's own. (TCS also gives
+#   `among_K`, which only makes the selection faster. You do not need it.)
+# - **Declare the fractions that you really send.** The formula relies on them. Counted bits are measured in the messages.
 #
 # ## Claim
 #
@@ -400,16 +408,17 @@ claim("the replay accepts the honest rules and rejects the cheat", honest == rig
 #
 #     uv run tcs compare notebooks/examples/mask_rule.py
 #
-# The [file](examples/mask_rule.py) has the class `TCS-Average` of this notebook under another name. Begin with `--dry-run`, which plays a
+# The [file](examples/mask_rule.py) has the rule of `TCS-Average` under another name, `Average-Mask`. Begin with `--dry-run`, which plays a
 # few rounds to find mistakes, and says how long the comparison takes: about a quarter of an hour on two cores. The command trains a small
-# ResNet with ten clients on synthetic images, which it makes itself. It tries four learning rates, or a few more while the best one is the
-# smallest or the largest, chooses the best one on 15,000 images, and trains with three more seeds, which are scored on 26,000 other images.
-# If you stop it, the next call continues.
+# ResNet with ten clients on synthetic images, which it makes itself. It tries four learning rates, and chooses the one with the best
+# accuracy on 15,000 images. While this is the smallest or the largest one, it tries a further rate. Then it trains with the chosen rate and
+# three other seeds, and measures the accuracy of these runs on 26,000 other images. If you stop it, the next call continues.
 #
 # It then prints the row of your scheme beside the rows of known methods. A second table says how much higher or lower your scheme's
-# accuracy is than that of each known method, with a 95 % interval, and how many bytes that method sends. Where a known method has runs with
-# about as many bytes as yours, the table also has the difference at equal bytes. The bytes are those of both directions. The row, your file
-# and a picture are kept in `results/compare/<name of the scheme>/`. If you change the file, the runs are made again.
+# accuracy is than that of each known method, with a 95 % interval, and how many bytes that method sends. If a known method has runs with
+# fewer and with more bytes than yours, the table also has the difference at equal bytes, interpolated between these runs. The bytes are
+# those of both directions. The row, your file and a picture are kept in `results/compare/<name of the scheme>/`. If you change the file,
+# the runs are made again.
 #
 # A rule whose mask does not depend on updates needs a single method. This one sends every second entry, the even ones in even rounds:
 #
@@ -422,13 +431,15 @@ claim("the replay accepts the honest rules and rejects the cheat", honest == rig
 # `dense_warmup=False`. Error feedback is on unless it is registered with `error_accumulation=False`.
 #
 # A mask rule has these attributes: `dimension` (the number of entries D), `k_global` and `k_local` (the sizes of the masks in this round),
-# `round`, `seed`, `device`, `layer_sizes` and `scheme`. `shared_mask()` returns positions (int64, ascending) or a bool tensor (D,), or None
-# as long as there is no mask, which makes the round dense. Give `phi_local=None` for a scheme in which clients add no entries of their own.
-# With `--densities`, the comparison also tries masks that are four and sixteen times smaller, and sets `k_global` and `k_local`
-# accordingly. The folder [examples](examples) has two more forms that a method can have: a client and a server, and a class that compresses
-# one tensor.
+# `round`, `seed`, `device`, `layer_sizes` and `scheme`. `shared_mask()` returns positions (int64, ascending) or a bool tensor (D,). As long
+# as there is no mask yet, it returns None, which makes the round dense. A rule without a shared mask, such as `Threshold`, does not define
+# this method. Give `phi_local=None` for a scheme in which clients add no entries of their own. With `--densities`, the comparison also
+# tries masks that are four and sixteen times smaller, and sets `k_global` and `k_local` accordingly. A method can also be written in two
+# other ways, as a pair of classes (one for the client, one for the server), or as a class that compresses one tensor at a time. The folder
+# [examples](examples) has an example of each.
 #
-# The next cell shows the rows that are stored for all known methods, and the row of `mask_rule.py` if you have made it.
+# The next cell shows the rows that are stored for all known methods, and the row of `Average-Mask`, the scheme in `mask_rule.py`, if you
+# have made it.
 
 # %%
 track = compare.track.read_track()
@@ -442,7 +453,7 @@ if len(rows):
     display(Markdown(lab.markdown(rows)))
     print(compare.table.describe_rows(rows, scores.confidence))
 print(
-    f"{made} of {planned} stored rows are made. {method.name}: {'made' if len(mine) else 'not made yet'}"
+    f"{made} of the {planned} planned rows have been made. The row of {method.name} has {'' if len(mine) else 'not '}been made."
 )
 
 # %% [markdown]
@@ -468,13 +479,12 @@ for name in ("TCS", "TCS-Average"):
     )
 
 # %% [markdown]
-# To find out whether an idea is *good*, use a larger profile and more trials; the command at the top does this. The profile `ci` trains for
-# three epochs only. Every scheme then ends far below the Baseline, and the differences between the schemes are noise. We were surprised how
-# much the shared mask of TCS changes, and how much less it changes if it follows an average.
+# The profile `ci` trains for three epochs only. Every scheme then ends far below the Baseline, and the differences between the schemes are
+# noise. Accuracies that mean something need a larger profile and more trials (the command at the top). To find out whether an idea is
+# *better* than known methods, use `tcs compare`.
 #
-# For another table or profile, change `files` and `profile` above. To use the scheme in [notebook 08](08_tables_and_curves.ipynb), copy its
-# class into a cell of that notebook, because a name is known only where it was registered. Next:
-# [10_bits_on_the_wire](10_bits_on_the_wire.ipynb) counts every byte.
+# To use the scheme in [notebook 08](08_tables_and_curves.ipynb), copy its class into a cell of that notebook, because a name is known only
+# where it was registered. Next: [10_bits_on_the_wire](10_bits_on_the_wire.ipynb) counts every byte.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 made = records[0]["provenance"]

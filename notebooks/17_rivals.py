@@ -16,8 +16,8 @@
 #
 # *How to use it*: the grey bars are folded code cells; click one to open it. The second one holds the settings. If you set `below = 0.3`, a
 # method may end at most 0.3 points below FedAvg, and the first line of *What to choose* should name another method. With `latency = 10`
-# (milliseconds), the times on fast links should become shorter. With `links = [1, 1000]`, the last column should show hardly more than the
-# latency.
+# (milliseconds), all times in the section *The time on a link* should become shorter by the same number of minutes, which matters most on
+# fast links. With `links = [1, 1000]` (Mbit/s), the last column there should show hardly more than the latency.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
@@ -77,7 +77,7 @@ if stored:
     display(Markdown(
         f"**In short.** We trained a small network with {sum(map(bool, scores.stored.values())) - 1} federated methods. Some of them we also trained "
         f"with fewer entries (-K4 in a name means a quarter of the usual number). "
-        f"These stand out, because they need few bytes for their accuracy: {listed}. {others} Methods that need more bytes than {near.scheme} are more "
+        f"{len(sure) + 1} methods stand out, because they need few bytes for their accuracy: {listed}. For comparison: {others} Methods that need more bytes than {near.scheme} are more "
         f"accurate by at most {best.accuracy - near.accuracy:.1f} points, which may be chance (a difference of two methods is uncertain by "
         f"± {(gap.high - gap.low) / 2:.1f} points). Centralized training reached {central.accuracy:.1f} %. The accuracies are means of {stored[0].n} seeds, "
         f"each method at its best learning rate. The megabytes are those that one client sends and receives in the whole training."))  # fmt: skip
@@ -87,8 +87,8 @@ else:
     print("no stored row")
 
 # %% [markdown]
-# In the picture, the best corner is the upper left one: accurate with few megabytes. The thick grey line joins the best federated methods:
-# no other one here is more accurate than one of them with as few megabytes.
+# In the picture, the best corner is the upper left one: accurate with few megabytes. The thick grey line joins the best federated methods.
+# A method is on this line if every method that is more accurate here needs more megabytes.
 #
 # The names have these parts:
 #
@@ -96,22 +96,25 @@ else:
 # - `-K4`, `-K16`: a quarter or a sixteenth of the usual number of entries.
 # - TCS-Random is TCS with a shared mask that is drawn at random in each round. The clients add entries of their own, as in TCS.
 # - In rand-K, everything that is sent lies on such a random mask. The clients add no entries of their own.
-# - DGC and the methods with `Global Momentum` use momentum, and all others do not.
+# - In the methods with `Global Momentum`, the server and all clients apply the same momentum to the averaged update. In DGC, each client has momentum of its
+#   own. All other methods have none.
 #
-# The section *Who they are* describes the methods by other authors.
+# In FedAvg, everything is sent. In top-K, each client sends the largest 1 % of its own entries, with their positions. The section *Who they
+# are* describes the other methods.
 
 # %% [markdown]
 # ## All methods on one track
 #
 # Our fairest comparison uses the same small training for all methods. We call it the *track* (`params/compare.yaml`). Ten clients train a
 # ResNet-8 on synthetic images, long enough to fit the training images. For every method, we tried learning rates from the same list and
-# took the best one, judged with one seed on 15,000 images that nobody trains on. (For centralized training, the rates are a fifth of
-# these.) Then we measured its accuracy with three other seeds, on 26,000 other images. The plan (`params/compare_plan.yaml`) was committed
-# before the first of these runs.
+# took the best one, judged with one seed on 15,000 images that nobody trains on. (The row *Baseline* is centralized training. Its list has
+# a fifth of these rates.) Then we measured the accuracy of every method with three other seeds, on 26,000 other images. The plan
+# (`params/compare_plan.yaml`) was committed before the first of these runs.
 #
-# In two respects, the rows are not quite comparable. Some methods send everything in the first epoch (the dense start; DGC sends a
-# quarter). And STC and QSGD encode their messages in fewer bits than the encoding of the TCS paper would need. `uv run tcs compare NAME`
-# makes the row of a method in this table. A method of your own gets a row in the same way ([09_your_own_scheme](09_your_own_scheme.ipynb)).
+# In two respects, the rows are not quite comparable. Some methods send everything in the first epoch, which we call the *dense start*. (DGC
+# sends a quarter of the entries in this epoch.) And STC and QSGD encode their messages in fewer bits than the encoding of the TCS paper
+# would need. `uv run tcs compare NAME` makes the row of a method in this table. A method of your own gets a row in the same way
+# ([09_your_own_scheme](09_your_own_scheme.ipynb)).
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 rows = compare.rows.stored_table(track, scores)
@@ -127,9 +130,9 @@ if len(rows):
 # %% [markdown]
 # ## What to choose
 #
-# The first three points name the method that needs the fewest bytes among those whose mean accuracy is at most 1.0 point below that of
-# FedAvg (the setting `below`). We allow as much because each difference is itself uncertain by ± 0.7 points. (With half a point, top-K-K4
-# would be named instead of STC.)
+# Each of the first three points is about a group of methods. It names the one of them that needs the fewest bytes, among those whose mean
+# accuracy is at most 1.0 point below that of FedAvg (the setting `below`). We allow as much because each difference is itself uncertain by
+# ± 0.7 points. (With half a point, top-K-K4 would be named instead of STC.)
 #
 # Differences are in percentage points, with 95 % intervals. If an interval contains zero, we do not know which of the two methods is more
 # accurate. Three seeds are too few to estimate how much one method varies. So we assume that all methods vary equally from seed to seed,
@@ -186,11 +189,16 @@ for winner in dict.fromkeys(map(beaten_by, stored)):
     if winner:
         losers = ", ".join(p.scheme for p in stored if beaten_by(p) == winner)
         lines.append(
-            f"**{winner}** sends less than each of the following and is more accurate (the interval of the difference lies above zero). So as to bytes and accuracy, there is no reason to choose them "
-            f"for this training: {losers}.")  # fmt: skip
+            f"**{winner}** sends less than each of the following and is more accurate (the interval of the difference lies above zero): {losers}. If only bytes "
+            f"and accuracy matter, there is no reason to choose one of these for this training.")  # fmt: skip
 for one, other, better, what in (
     ("TCS", "TCS-Random", True, "Does it help that the shared mask follows the last update?"),
-    ("TCS", "top-K", True, "Is a shared mask better than masks of the clients' own?"),
+    (
+        "TCS",
+        "top-K",
+        True,
+        "Is a shared mask with a few entries of each client (TCS) more accurate than a mask that each client chooses alone (top-K)?",
+    ),
     ("TCS-L4", "FedAvg-L4", False, "Do sparse messages cost accuracy after four local steps?"),
     ("FedAvg-L4", "FedAvg", False, "Do four local steps cost accuracy, if everything is sent?"),
 ):
@@ -222,8 +230,7 @@ display(Markdown("\n".join(f"- {line}" for line in lines)))
 # ## On CIFAR-10, at tuned rates
 #
 # `params/fair_plan.yaml` compares eleven methods in the training of [13_evidence](13_evidence.ipynb): a ResNet-18 with a quarter of the
-# usual channels, on half of CIFAR-10, for 80 epochs. Each method has its own best learning rate, as on the track. The number of entries
-# that it sends is not varied.
+# usual channels, on half of CIFAR-10, for 80 epochs. Each method has its own best learning rate, as on the track.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 fair_plan = lab.ROOT / "params/fair_plan.yaml"
@@ -301,8 +308,9 @@ print(f"Minutes of communication in the whole training, with {latency:g} ms of l
 
 # %% [markdown]
 # Each time is the bytes divided by the rate of the link, plus the latency of each round. Only the first part was checked:
-# [12_real_training](12_real_training.ipynb) measured steps of DDP on links of limited speed. The next line divides the measured additional
-# time of a step on a limited link by the calculated one, for all cases in which sending took longer than everything else.
+# [12_real_training](12_real_training.ipynb) measured steps of DDP on links of limited speed. For each measured step, we subtract the time
+# of the same step on an unlimited link, and divide the rest by the time that we calculate from the bytes and the rate of the link. The next
+# line has this ratio for all measurements in which sending took longer than everything else.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 measured = links_of.read_stages("GPT", "10 million, settings", "100 million, settings")
@@ -314,11 +322,12 @@ print(
 # %% [markdown]
 # ## On text
 #
-# There is no such track for text yet. An older and less strict comparison trained a small GPT with these methods
-# (`params/rivals_text.yaml`, [16_text](16_text.ipynb)). For each method, we tried three learning rates with one seed and took the one with
-# the best test accuracy. This seed is also one of the three in the mean, so all methods look slightly better than they are. For the
-# difference from FedAvg, we subtract its accuracy from that of the run with the same seed, and average the three differences. The interval
-# uses only these. Accuracy is the share of characters that are predicted correctly.
+# There is no such track for text yet. An older and less strict comparison trained a small GPT with some of these methods, and with TCS-Q5
+# and CocktailSGD (`params/rivals_text.yaml`, [16_text](16_text.ipynb)). For each method, we tried three learning rates with one seed and
+# took the one with the best test accuracy. This seed is also one of the three in the mean, so all methods look slightly better than they
+# are. For the difference from FedAvg, we subtract, for each seed, the accuracy of FedAvg from that of the method. The table has the mean of
+# these three differences, and an interval that is calculated from them alone. Accuracy is the share of characters that are predicted
+# correctly.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 sweep = lab.read_sensitivity(lab.ROOT / "params/rivals_text.yaml")
@@ -366,8 +375,9 @@ for name in (name for name in on_text if name != "FedAvg"):
 print("By these intervals,", "; ".join(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {where}" for where, names in groups.items() if names) + ".")  # fmt: skip
 
 # %% [markdown]
-# On text, we would first try DGC, or TCS-Q5 if momentum is not wanted, because of their bytes. The lead of DGC may come from its momentum,
-# which FedAvg does not have here. STC sends the least, but its interval is so wide that it says nothing.
+# On text, we would first try DGC, which was more accurate than FedAvg with about a ninth of its bytes. (This may come from its momentum,
+# which FedAvg does not have here.) If momentum is not wanted, we would try TCS-Q5. Of the methods that are not distinguishable from FedAvg,
+# only STC sends fewer bytes, and its interval is so wide that it says nothing.
 #
 # ## Who they are
 #
@@ -387,9 +397,10 @@ print("By these intervals,", "; ".join(f"{', '.join(names)} {'is' if len(names) 
 # ## The bits of one message
 #
 # Here, four clients each send one message, made from 100,000 random numbers, with every method of the table on text. The *formula* is how
-# the TCS paper counts the bits of a message (`bit_budget`). We add the few values that are needed to decode quantized ones. *Sent* is the
-# length of the real message, which the receiver has decoded. The code *block* is that of the paper ([06](06_sparse_encoding.ipynb)). Three
-# methods (STC, QSGD and CocktailSGD) use shorter codes, called *entropy*, so they need fewer bits than the formula.
+# the TCS paper counts the bits of a message (`bit_budget`). For methods that quantize, we add the bits of the few numbers that the receiver
+# needs for decoding, such as the magnitudes. *Sent* is the length of the real message, which the receiver has decoded. The code *block* is
+# that of the paper ([06](06_sparse_encoding.ipynb)). Three methods (STC, QSGD and CocktailSGD) use shorter codes, called *entropy*, so they
+# need fewer bits than the formula.
 #
 # The last column checks that nothing is lost: a client's new update, plus what it had kept, should equal what it sends plus what it now
 # keeps. The column shows the relative difference, in billionths. FedAvg and QSGD keep nothing, and DGC keeps its momentum, too, so the
@@ -498,13 +509,13 @@ claim(
 print(claim.summary())
 often = 0.01 * sum(row["rounds"] for row in track.find_scheme("TCS").scored[1]["rows"])
 print(
-    f"There are {100 * often:,.0f} rounds. With a mask of 1 % in each, an average entry is in it {often:.0f} times. In the paper's "
-    "training it is 234 times, so sparse methods may do better there."
+    f"A training on the track has {100 * often:,.0f} rounds with one local step. If 1 % of the entries are sent in each round, an entry is sent "
+    f"{often:.0f} times on average. In the paper's training it is 234 times, so sparse methods may do better there."
 )
 
 # %% [markdown]
-# Two limits should be kept in mind. Three seeds cannot decide between methods that are half a point apart. And the rates were chosen with
-# one seed, so that a method's best rate may have been missed by one step of the list.
+# Two limits should be kept in mind. Three seeds cannot decide between methods that are less than about 0.7 points apart. And the rates were
+# chosen with one seed, so that a method's best rate may have been missed by one step of the list.
 #
 # [13_evidence](13_evidence.ipynb) judges the paper's own claims. Next: [18_flower](18_flower.ipynb) uses TCS inside a framework for
 # federated learning.

@@ -248,8 +248,8 @@ COLUMNS = (
     "Bits up: formula / sent", "MB both ways",
 )  # fmt: skip
 _NOTE = (
-    "Accuracies are means ± one standard deviation over n seeds. Differences have 95 % intervals: ours "
-    "{}, the paper's from the means and deviations that it prints. Bits are per parameter and local "
+    "Accuracies are means ± one standard deviation over n seeds. Differences have 95 % intervals. Ours {}. The paper's are "
+    "calculated from the means and standard deviations that it prints. Bits are per parameter and local "
     "step, without the dense start (warm-up). MB are those of one client in the whole run, dense start included. The csv file "
     "of the same name has further columns."
 )
@@ -258,7 +258,8 @@ NOTE = _NOTE.format(
     "has no planned model"
 )
 NOTE_PLANNED = _NOTE.format(
-    "are those of the planned model (params/claims.yaml), which can deviate from the differences of the printed means"
+    "come from a statistical model that was planned before the first run (params/claims.yaml), so they can deviate a little from "
+    "the differences of the printed means"
 )
 
 
