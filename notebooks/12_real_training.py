@@ -119,7 +119,7 @@ start = (
     "the shared mask, and each process chooses another 0.5 %. With two processes and 10 million parameters, the hook makes steps much shorter on "
     "links of up to 1,000 Mbit/s. So does PowerSGD. In a GPT of 1.1 million parameters, the hook and PowerSGD cost about the same loss. PowerSGD is the fastest at 10 Mbit/s, and the hook at 200 and 1,000 Mbit/s. "
     "At 10,000 Mbit/s, bf16 is faster than both, and the hook gains too little to be worth its loss. With eight or more processes, PowerSGD is the better choice on links "
-    "of up to 200 Mbit/s. There, the hook "
+    "of up to 200 Mbit/s. With as many processes, the hook "
     "has a loss as low as PowerSGD only with a larger shared mask (2 %) or with none (top-K). The times for two processes were measured on CPUs, and those for more processes are calculated from them. On GPUs, the order may be another one."
 )
 display(Markdown("\n".join([start, "", lab.markdown(pd.DataFrame(lines))])))
