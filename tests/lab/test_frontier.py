@@ -2,6 +2,7 @@
 validation text, the second stage follows from the first one's records, and all are judged as planned."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -296,6 +297,26 @@ def test_a_setting_is_as_good_as_power_sgd_at_no_more_bytes(tmp_path, small_plan
             million.losses[seed] = million.losses[million.power_sgd, seed[1]] + 0.015
     million.comparison = optimizers.Comparison(million.losses, {})
     assert million.against_power_sgd(tcs[0]).high < 0.02 and million.is_as_good(tcs[0])
+
+
+def test_how_early_dense_training_has_the_loss_of_a_setting(tmp_path, small_plan):
+    """On the mean curve of dense training, which here falls over steps 100, 200 and 400."""
+    losses = {"AdamW, top-K 1 %": 1.9, "AdamW, TCS 2 and 0.5 %": 1.7, "AdamW, TCS 2 and 0.1 %": 3.5}
+    pretend_all(tmp_path, small_plan, LOSSES | losses)
+    small = frontier.Frontier("small", small_plan, tmp_path)
+    for setup, seed in small.curves:
+        if setup.scheme == "dense":
+            low = 1.8 + {21: 0.1, 22: -0.1, 23: 0.0}[seed]
+            small.curves[setup, seed] = [[100, 3.0], [200, 2.0], [400, low]]
+    for scheme, fraction in {
+        "top-K 1 %": 0.75,  # halfway between 2.0 and 1.8, so halfway between 200 and 400 of 400
+        "TCS 2 and 0.5 %": 1.0,  # it ends lower than dense training
+        "TCS 2 and 0.1 %": 0.25,  # dense training is there at the first test
+        "dense": 1.0,
+        "no such setting": math.nan,
+    }.items():
+        found = small.dense_fraction(optimizers.Setup("AdamW", scheme))
+        assert found == pytest.approx(fraction, nan_ok=True), scheme
 
 
 def test_what_is_not_made_is_said(tmp_path, small_plan):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import pandas as pd
@@ -301,11 +303,9 @@ class Frontier:
             for seed in self.stage.seeds
         ]
         self.planned = len(self.stage.seeds) * (len(self.setups) or _CHOSEN)
-        all_losses = {
-            (job.setup, job.seed): final_loss(job.read(results))
-            for job in jobs
-            if job.is_made(results)
-        }
+        records = {(job.setup, job.seed): job.read(results) for job in jobs if job.is_made(results)}
+        all_losses = {run: final_loss(record) for run, record in records.items()}
+        self.curves = {run: record["losses"] for run, record in records.items()}
         self.made = len(all_losses)
         self.diverged = {setup for (setup, _), loss in all_losses.items() if loss == math.inf}
         self.losses = {run: loss for run, loss in all_losses.items() if run[0] not in self.diverged}
@@ -347,6 +347,28 @@ class Frontier:
     def _difference(self, one: Setup, other: Setup | None) -> Estimate:
         """Estimate the loss of one setup minus that of another; nan if they are the same, or if one is missing."""
         return self.compare({} if other is None or one == other else {one: 1.0, other: -1.0})
+
+    def dense_fraction(self, setup: Setup) -> float:
+        """Return after which fraction of its steps dense training by the same optimizer had the loss with
+        which a setup ends: from means over the seeds, with lines between the tested steps.
+
+        It is an upper bound: a dense training that is planned for fewer steps lets its learning rate fall
+        earlier, and ends below this curve. 1 if dense training never has a loss as low; nan if a training
+        of either is missing.
+        """
+        dense = Setup(setup.optimizer, "dense")
+        if not {setup, dense} <= set(self.known):
+            return math.nan
+        curves = [curve for (of, _), curve in self.curves.items() if of == dense]
+        steps = [step for step, _ in curves[0]]
+        means = [fmean(curve[i][1] for curve in curves) for i in range(len(steps))]
+        goal = self.mean_loss(setup)
+        if goal >= means[0]:
+            return steps[0] / steps[-1]
+        for (before, high), (after, low) in pairwise(zip(steps, means, strict=True)):
+            if goal >= low:
+                return (before + (after - before) * (high - goal) / (high - low)) / steps[-1]
+        return 1.0
 
     def effect_of_correction(self, optimizer: str) -> tuple[Estimate, int]:
         """Estimate the mean change of the loss by momentum correction (question 2), and count the settings of
