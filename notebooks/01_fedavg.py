@@ -9,25 +9,24 @@
 # %% [markdown]
 # # 01 · Train one model at many clients: federated averaging
 #
-# **In short.** The server gets the same new model whether every client sends its whole model or only the *difference*, which is
-# what local training has changed. A client that takes four local steps before it sends needs only a quarter of the messages, but
-# the result is no longer the step that SGD would take with the average gradient. Only the difference can be compressed by leaving
-# entries out. In our training, the largest tenth of its entries lowers the loss at least as much as all of them. If only the largest tenth
-# of a model is kept, the loss rises.
+# **In short.** The server gets the same new model whether every client sends its whole model or only the *difference*, which is what local
+# training has changed. A client that takes four local steps before it sends needs only a quarter of the messages, but the result is no
+# longer the step that SGD would take with the average gradient. Only the difference can be compressed by leaving entries out. In our
+# training, the largest tenth of its entries lowers the loss at least as much as all of them. If only the largest tenth of a model is kept,
+# the loss rises.
 #
 # After this notebook you will be able to
 #
 # - work out a round of federated averaging by hand,
 # - say what more local steps save, and what they change.
 #
-# **Claim (Sec. I-A and I-B, Alg. 1, Eq. 3, Fig. 1).** A server that adds the average of its clients'
-# *model differences* takes the same step as one that averages their *models*. With one local step
-# (H = 1) this is the step that SGD takes with the average gradient.
+# **Claim (Sec. I-A and I-B, Alg. 1, Eq. 3, Fig. 1).** A server that adds the average of its clients' *model differences* takes the same
+# step as one that averages their *models*. With one local step (H = 1) this is the step that SGD takes with the average gradient.
 #
 # *Run time*: about 20 s on two cores of a Xeon. *Read before*: the README.
 #
-# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. Each notebook has a twin in plain text
-# (`.py`), which you can edit in any editor. When you save one of the two in JupyterLab, the other is written as well.
+# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. Each notebook has a twin in plain text (`.py`),
+# which you can edit in any editor. When you save one of the two in JupyterLab, the other is written as well.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import copy
@@ -48,8 +47,8 @@ torch.set_num_threads(1)
 # %% [markdown]
 # ## Parameters
 #
-# You can change any of these values and run all cells again. *Claim* and *What we saw* are computed anew. The text between the
-# cells describes what the values below give, so it may no longer fit. For example:
+# You can change any of these values and run all cells again. *Claim* and *What we saw* are computed anew. The text between the cells
+# describes the results of the original values, so it may no longer fit. For example:
 #
 # - `local_steps = [1, 8]` should widen the gap between few and many local steps, because H = 8 leaves very few rounds.
 # - `batch_size = 32` should make the clients' batch norm matter less, because larger batches give less noisy statistics. The
@@ -89,10 +88,9 @@ print(lab.forecast_trainings([config] * len(local_steps)))
 # %% [markdown]
 # ## The federation
 #
-# N clients hold data that never leave them. A server holds the model, which we write as one long vector θ of D numbers.
-# In round t the server sends θ to all clients. Each client takes H steps of SGD on batches of its own data and sends
-# back how these steps changed θ. Here the training images are dealt out at random, and every client gets equally many.
-# Together, the clients minimize the average loss:
+# N clients hold data that never leave them. A server holds the model, which we write as one long vector θ of D numbers. In round t the
+# server sends θ to all clients. Each client takes H steps of SGD on batches of its own data and sends back how these steps changed θ. Here
+# the training images are dealt out at random, and every client gets equally many. Together, the clients minimize the average loss:
 #
 # $$\min_{\theta\in\mathbb{R}^D}\; \frac{1}{N}\sum_{n=1}^{N} f_n(\theta),\qquad
 # f_n(\theta)=\text{mean loss over the data of client } n \quad (\text{Eq. 1})$$
@@ -143,41 +141,40 @@ lab.save_figure(drawing, lab.results_folder(profile) / "figure1")
 lab.show_figures()
 
 # %% [markdown]
-# Each box at the bottom shows four of that client's images. Only what the arrows show is transmitted; the images stay where
-# they are.
+# Each box at the bottom shows four of that client's images. Only what the arrows show is transmitted; the images stay where they are.
 #
 # ## Algorithm 1
 #
-# The module `tcs_core.py`, which we call the *core*, contains the methods of the paper. Its class `LocalTrainer` carries out local
-# training for one client after the other, in one process. Each client starts from the server's model, so $\theta^{0}_{n,t}=\theta_t$.
-# In the formulas below, $\eta_t$ is the learning rate, and $g^{\tau}_{n,t}$ is the gradient on client n's τ-th batch of round t,
-# including weight decay:
+# The module `tcs_core.py`, which we call the *core*, contains the methods of the paper that this project reproduces (see the README). Its
+# class `LocalTrainer` carries out local training for one client after the other, in one process. Each client starts from the server's
+# model, so $\theta^{0}_{n,t}=\theta_t$. In the formulas below, $\eta_t$ is the learning rate, and $g^{\tau}_{n,t}$ is the gradient on
+# client n's τ-th batch of round t, including weight decay:
 #
 # $$\theta^{\tau}_{n,t}=\theta^{\tau-1}_{n,t}-\eta_t\,g^{\tau}_{n,t},\quad \tau=1,\dots,H;\qquad
 # \theta_{t+1}=\frac{1}{N}\sum_{n=1}^{N}\theta^{H}_{n,t}$$
 #
-# In the paper's Algorithm 1, lines 3 to 6 are the local training: a client takes the server's model (line 3) and repeats H times
-# (line 4) that it computes a gradient (line 5) and takes a step (line 6). The method `local_training` does this. It adds up a client's gradients in `gradient_D`. This
-# sum times −η is the model difference. (The end of a name tells the shape of a tensor: `_D` stands for a vector of D numbers, and
-# `_ND` for N such vectors.)
+# Lines 3 to 6 of the paper's Algorithm 1 are the local training. A client takes the server's model (line 3). Then it does the following H
+# times (line 4): it computes a gradient (line 5) and takes a step (line 6). The method `local_training` does this. It adds up a client's
+# gradients in `gradient_D`. This sum times −η is the model difference. (The end of a name tells the shape of a tensor: `_D` stands for a
+# vector of D numbers, and `_ND` for N such vectors.)
 
 # %%
 lab.show_code(tcs.LocalTrainer.local_training)
 
 # %% [markdown]
-# For each local step, `_steps` does the forward and the backward pass of one batch (line 5). Line 6 is the step between two backward passes.
-# The method `put` copies values into the module's own parameters, and `add_gradients_` adds the gradients of the last backward pass
-# to the sum. With H = 1 there is a single backward pass, so no local step is needed.
+# For each local step, `_steps` does the forward and the backward pass of one batch (line 5). Between two backward passes, it also takes the
+# step of line 6. After the last one it does not, because the sum of the gradients is already complete. The method `put` copies values into
+# the parameters of the PyTorch model, and `add_gradients_` adds the gradients of the last backward pass to the sum.
 #
 # ## What H buys
 #
-# With more local steps, a client sends fewer messages for the same number of passes over its data. A message here is the
-# whole model, with 32 bits per parameter. One local iteration therefore costs
+# With more local steps, a client sends fewer messages for the same number of passes over its data. A message here has one number for each
+# parameter, with 32 bits. One local step therefore costs
 #
 # $$\frac{32}{H}\ \text{bits per parameter, in each direction.}$$
 #
-# **What do you expect?** After the same number of passes over the data, is the accuracy with H = 4 higher than with H = 1, or
-# lower?
+# **What do you expect?** After the same number of epochs, is the accuracy with H = 4 higher than with H = 1, or lower? (With H = 4 an epoch
+# has 28 local steps instead of 31, because what is left over does not fill a round.)
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -191,7 +188,7 @@ def train(steps):
 runs = {steps: train(steps) for steps in lab.follow(local_steps, "runs")}
 for steps, (_, curve) in runs.items():
     rounds, accuracy = curve[-1]["rounds"], 100 * curve[-1]["accuracy"]
-    print(f"H = {steps}: {rounds:2d} rounds per epoch, {32 / steps:4.1f} bits per parameter and iteration, "
+    print(f"H = {steps}: {rounds:2d} rounds per epoch, {32 / steps:4.1f} bits per parameter and local step, "
           f"test accuracy {accuracy:.1f} %")  # fmt: skip
 
 drawing, panels = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
@@ -201,21 +198,22 @@ for i, (steps, (_, curve)) in enumerate(runs.items()):
     panels[0].plot([row["epoch"] for row in curve], accuracy, label=f"H = {steps}", **look)
     panels[1].plot([row["epoch"] * row["rounds"] for row in curve], accuracy, **look)
 panels[0].locator_params(axis="x", integer=True)
-panels[0].set(xlabel="epochs", ylabel="test accuracy (%)", title="Accuracy by passes over the data")
+panels[0].set(xlabel="epochs", ylabel="test accuracy (%)", title="Accuracy by epochs")
 panels[1].set(xlabel="rounds (messages of each client)", title="The same runs, by messages sent")
 panels[0].legend(frameon=False)
 lab.show_figures()
 
 # %% [markdown]
-# The right panel shows that a larger H gets further with the same number of messages. The left panel shows that it ends lower
-# after the same number of passes. (This is one run for each H.) A likely reason is that a larger H leaves too few rounds in so
-# short a training. The paper trains for 300 epochs. It says that its method, *time-correlated sparsification* (TCS), loses no accuracy
-# with H = 2 or H = 4. Notebook [13_evidence](13_evidence.ipynb) judges that claim.
+# The right panel shows that a larger H gets further with the same number of messages. The left panel shows that it ends lower after the
+# same number of epochs. (This is one run for each H.) A possible reason is that a larger H leaves too few rounds in so short a training,
+# but ten epochs did not help in our trial. The paper trains for 300 epochs. In its method, *time-correlated sparsification* (TCS), clients
+# send only a few entries. The paper says that it loses no accuracy with H = 2 or H = 4. Notebook [13_evidence](13_evidence.ipynb) judges
+# that claim.
 #
 # ## One round by hand
 #
-# Let us now work out one more round in plain PyTorch, with the H and the trained model of the last run. Every client copies the
-# model, runs `torch.optim.SGD` over its batches, and returns its *model*. Afterwards the core carries out the same round.
+# Let us now work out one more round in plain PyTorch, with the H of the last run (4) and the model that it has trained. Every client copies
+# the model, runs `torch.optim.SGD` over its batches, and returns its *model*. Afterwards the core carries out the same round.
 
 
 # %%
@@ -260,13 +258,13 @@ print(
 )
 
 # %% [markdown]
-# The two results agree up to float32 rounding. They are not identical, because the core adds up the local steps in a different
-# order. (Sometimes a rounding error carries the input of a ReLU across zero. Then the difference is a little larger.)
+# The two results agree up to float32 rounding. They are not identical, because the core adds up the local steps in a different order.
+# (Sometimes a rounding error carries the input of a ReLU across zero. Then the difference can be much larger, so the check at the end
+# allows 5 % of the update.)
 #
 # ## Send differences, not models
 #
-# The average of the models equals the old model plus the average of the differences. A client may therefore send
-# either of them:
+# The average of the models equals the old model plus the average of the differences. A client may therefore send either of them:
 #
 # $$\theta_{t+1}=\theta_t+\frac{1}{N}\sum_{n=1}^{N}\Delta\theta_{n,t},\qquad
 # \Delta\theta_{n,t}=\theta^{H}_{n,t}-\theta_t=-\eta_t\sum_{\tau=1}^{H}g^{\tau}_{n,t}\quad(\text{Eq. 3})$$
@@ -285,14 +283,15 @@ print(
 )
 
 # %% [markdown]
-# Both numbers are rounding errors. So it makes no difference whether the server averages models or differences, nor whether a
-# client computes its difference from its models or from its gradients.
+# Both numbers are rounding errors. So it makes no difference whether the server averages models or differences, nor whether a client
+# computes its difference from its models or from its gradients.
 #
-# As long as nothing is compressed, it does not matter which of the two is sent. With compression it does. If an entry of a
-# *difference* is left out, that parameter keeps its old value. If an entry of a *model* is left out, that parameter becomes zero.
+# With compression, it does matter which of the two is sent. If an entry of a *difference* is left out, that parameter keeps its old value.
+# If an entry of a *model* is left out, that parameter becomes zero.
 #
-# Below we keep only a tenth of the entries, those of largest magnitude, once of the difference and once of the model. A single
-# round changes the loss too little to show the effect, so we use the difference that a whole epoch makes.
+# Below we keep only a tenth of the entries, those of largest magnitude, once of the difference and once of the model. A single round
+# changes the loss too little to show the effect. So we train a new model for three epochs, and use the difference that the third one makes
+# to the server's model.
 
 # %%
 trained = lab.Training(runs[local_steps[0]][0].config, data)
@@ -316,18 +315,18 @@ gain = {name: loss["nothing"] - found for name, found in loss.items()}
 
 # %% [markdown]
 # The epoch lowers the test loss, and the largest tenth of its difference is enough to do so. (It even lowers the loss more than the whole
-# difference. This is one training, so it may be chance.) The model of which only the largest
-# tenth is left is worse than the model before the epoch. This is why every scheme in this package compresses Δθ.
+# difference. This is one training, so it may be chance.) The model of which only the largest tenth is left is worse than the model before
+# the epoch. This is why every method in this project that leaves entries out does so in Δθ.
 #
 # ## FedSGD is FedAvg at H = 1
 #
-# If every client takes a single step, the server may as well collect the gradients, average them and take that step
-# itself. This is called FedSGD:
+# If every client takes a single step, the server may as well collect the gradients, average them and take that step itself. This is called
+# FedSGD:
 #
 # $$H=1:\quad \theta_{t+1}=\theta_t-\eta_t\,\frac{1}{N}\sum_{n=1}^{N} g_{n,t}$$
 #
-# With H > 1 it is only an approximation, because the later gradients of a client are computed at a model that has already
-# moved. The function `large_step` below does what such a server would do: it computes all gradients at the same θ and takes one
+# With H > 1, a single step with all gradients only approximates FedAvg, in which a client computes its later gradients at a model that has
+# already moved. The function `large_step` below does what such a server would do: it computes all gradients at the same θ and takes one
 # step.
 
 
@@ -357,21 +356,20 @@ for steps, gap in gap_fedsgd.items():
 
 # %% [markdown]
 # At H = 1 the two differ by rounding errors only. With more local steps they differ by a large part of the step. Neither of the two is
-# wrong: a local step uses the gradient at the place that the client has reached, and the long step uses only gradients at the start.
-# Which of them lowers the loss more is not measured here.
+# wrong: a local step uses the gradient at the place that the client has reached, and the long step uses only gradients at the start. Which
+# of them lowers the loss more is not measured here.
 #
 # ## The learning rate: linear scaling
 #
-# The linear scaling rule says that a batch that is k times larger should take a step that is k
-# times longer, because k small steps in a row would have gone about as far. The paper starts from
-# η = 0.1 at batch size 128. For N clients with batches of size B the rule gives
+# The linear scaling rule says that a batch that is k times larger should take a step that is k times longer, because k small steps in a row
+# would have gone about as far. The paper starts from η = 0.1 at batch size 128. For N clients with batches of size B the rule gives
 #
 # $$\eta = 0.1\cdot\frac{N\,B}{128}.$$
 #
 # With the paper's ten clients and batches of 64 samples, this is 0.5.
 #
-# How good is this approximation? Below we compare k steps of length η in a row with one step of length k·η on the same k
-# batches. The table shows the distance between the two results, relative to the length of the long step.
+# How good is this approximation? Below we compare k steps of length η in a row with one step of length k·η on the same k batches. The table
+# shows the distance between the two results, relative to the length of the long step.
 
 # %%
 rates = (0.003, 0.03, 0.3)
@@ -383,14 +381,14 @@ for k in sorted({min(k, clients) for k in (2, 4, 8)}):
 print("\n".join(table))
 
 # %% [markdown]
-# The rule is a good approximation while the steps are short, and a poor one when k·η is large. The usual
-# remedy, which the paper uses as well, is to start with a small rate and to increase it slowly.
+# The rule is a good approximation while the steps are short, and a poor one when k·η is large. The usual remedy, which the paper uses as
+# well, is to start with a small rate and to increase it slowly.
 #
 # ## Warm-up and drops
 #
-# During the first 5 of 300 epochs, the warm-up, the rate rises linearly; with ten clients it starts at 0.1. After epochs 150
-# and 225 it is divided by 10. (During the warm-up, all clients also send all entries.) The class `RunConfig`, which holds the
-# settings of a run, has this schedule as its default. Below we only change the number of clients.
+# During the first 5 of 300 epochs, the warm-up, the rate rises linearly; with ten clients it starts at 0.1. After epochs 150 and 225 it is
+# divided by 10. The class `RunConfig`, which holds the settings of a run, has this schedule as its default. (The short trainings of this
+# page have other ones.) Below we only change the number of clients.
 
 # %% tags=["nbval-check-output"]
 paper = {n: lab.RunConfig(scheme="TCS", clients=n) for n in (5, 10, 20)}
@@ -416,15 +414,15 @@ panels[0].legend(frameon=False, loc="lower left")
 lab.show_figures()
 
 # %% [markdown]
-# With the paper's ten clients the warm-up ends at η = 0.5. With half or twice as many clients it ends at half or twice that
-# rate. Centralized training, which the paper calls the Baseline, stays at 0.1 until the first drop. The paper has only ten
-# clients, so it does not say how the rate at the start depends on their number. We scale it in the same way.
+# With the paper's ten clients the warm-up ends at η = 0.5. With half or twice as many clients it ends at half or twice that rate.
+# Centralized training, which the paper calls the Baseline, stays at 0.1 until the first drop. The paper has only ten clients, so it does
+# not say how the rate at the start depends on their number. We scale it in the same way.
 #
 # ## Batch norm: what a client's batch decides
 #
-# ResNets contain batch norm. During training it normalizes with the mean and the variance of *the current batch*. Therefore N
-# clients with B images each do not take quite the same step as one batch of N·B images, even at H = 1. We compare the directions
-# of the two steps.
+# The network of this page, a small ResNet, contains batch norm, and so does the paper's. During training it normalizes with the mean and
+# the variance of *the current batch*. Therefore N clients with B images each do not take quite the same step as one batch of N·B images,
+# even at H = 1. We compare the directions of the two steps.
 
 # %%
 work = [batch(n, 0) for n in range(clients)]
@@ -436,18 +434,17 @@ print(
 )
 
 # %% [markdown]
-# The cosine is clearly below 1, because the mean and variance of a small batch are noisy. Without batch
-# norm the two steps would be equal.
+# The cosine is clearly below 1, because the mean and variance of a small batch are noisy. Without batch norm the two steps would be equal.
 #
 # ## Batch norm: running statistics cost nothing in training
 #
-# Besides the parameters θ, batch norm keeps running means and variances, which we call r. For each batch, with statistics b,
-# training updates them by
+# Besides the parameters θ, batch norm keeps running means and variances, which we call r. For each batch, with statistics b, training
+# updates them by
 #
 # $$r \leftarrow (1-m)\,r + m\,b,\qquad m = 0.1.$$
 #
-# Training only *writes* these statistics. They are read when the model is evaluated. To see this, we train two copies of a
-# trained federation for one more epoch, and let one of them start with completely wrong statistics.
+# Training only *writes* these statistics. They are read when the model is evaluated. To see this, we train two copies of a trained
+# federation for one more epoch, and let one of them start with completely wrong statistics.
 
 # %%
 calm, wild, often = (lab.Training(config, data) for _ in range(3))
@@ -463,11 +460,11 @@ print(
 )
 
 # %% [markdown]
-# Both copies end with exactly the same θ, while the test accuracy of the copy with the wrong statistics is close to chance. So
-# only the evaluation reads the statistics.
+# Both copies end with exactly the same θ, while the test accuracy of the copy with the wrong statistics is close to chance. So only the
+# evaluation reads the statistics.
 #
-# It follows that clients need not send them in every round. It also makes no difference when the server averages them. The
-# update rule above is linear in r and b, so the average over the clients follows the same rule. To check this, a third copy
+# It follows that clients need not send them in every round. It also makes no difference when the server averages them. The update rule
+# above is linear in r and b. So the clients' average of r follows the same rule, with their average of b. To check this, a third copy
 # averages the statistics after every round, while the first copy averages them only once, at the end.
 
 # %%
@@ -479,9 +476,9 @@ print(f"averaged once or after every round: they differ by {lab.format_number(ga
       f"{torch.equal(calm.theta_D, often.theta_D)}")  # fmt: skip
 
 # %% [markdown]
-# The two averages differ by rounding errors only. The remaining cost arises at each evaluation, when every client
-# sends 32 bits per statistic. For the paper's network, we compare this cost with the message that a client sends in one round: with
-# FedAvg, with TCS, and with TCS and values of 5 bits (TCS-Q5).
+# The two averages differ by rounding errors only. The remaining cost arises at each evaluation, when every client sends 32 bits per
+# statistic. For the paper's network, we compare this cost with the message that a client sends in one round: with federated averaging
+# (FedAvg), with TCS, and with TCS in which each value is rounded to 5 bits (TCS-Q5).
 
 # %% tags=["nbval-check-output"]
 net = tcs.FlatView(tcs.resnet18())
@@ -513,7 +510,7 @@ claim(
     lab.format_number(gap_models, 1),
 )
 claim("a round computed by hand gives the core's result", max(gap_core, gap_deltas) < 0.05,
-      f"{lab.format_number(gap_core, 1)}, its differences {lab.format_number(gap_deltas, 1)}")  # fmt: skip
+      f"{lab.format_number(gap_core, 1)}, models against gradients {lab.format_number(gap_deltas, 1)}")  # fmt: skip
 half = 0.5 * gain["everything"]
 claim("the largest tenth of a difference brings more than half of what the whole brings",
       gain["largest tenth of the difference"] > half > 0)  # fmt: skip
@@ -540,8 +537,7 @@ claim(
 #
 # Replace each `return None` by your own lines. The cell then compares your function with the core.
 #
-# 1. Compute the server's new θ from the clients' differences, a tensor of shape (N, D), and from the clients' weights in the
-#    average, a list of N numbers. The weights need not add up to 1.
+# 1. Compute the server's new θ from the clients' differences, a tensor of shape (N, D), and from a list of N numbers, which say how much each client counts in the average. (So far, all clients counted equally.) These weights need not add up to 1.
 # 2. Compute a client's *difference* after the given number of local steps. The function `gradient(theta_D)` returns the gradient
 #    at a given model.
 #
@@ -609,7 +605,7 @@ first, last = local_steps[0], local_steps[-1]
 few, many = (runs[steps][1][-1]["accuracy"] for steps in (last, first))
 rounds, more = (runs[steps][1][-1]["rounds"] for steps in (last, first))
 print(f"""{claim.summary()}
-After {epochs} passes over the data, H = {last} reached {100 * few:.1f} % accuracy with {rounds} rounds per epoch, and H = {first}
+After {epochs} epochs, H = {last} reached {100 * few:.1f} % accuracy with {rounds} rounds per epoch, and H = {first}
     reached {100 * many:.1f} % with {more} rounds per epoch. This is one run of each, which decides nothing.
 What surprised us: batch norm alone makes the step of {clients} batches of {batch_size} differ from that of one batch of
     {clients * batch_size}; the cosine between them is {alike:.2f}.

@@ -11,13 +11,13 @@
 #
 # After this notebook you will be able to
 #
-# - choose entries by $S_{top}$, and keep what is left out for later rounds,
+# - choose the K entries of largest magnitude (the paper's $S_{top}$), and save what is left out for later rounds,
 # - say what top-K costs: it must send positions, and the server's message becomes large.
 #
 # **Claim (Sec. I-B, I-C and II-B, Fig. 2).** *Top-K* sends the K entries of largest magnitude, *rand-K* sends K entries drawn at random.
 # With the same number of entries, top-K keeps far more of an update, and error accumulation recovers what it leaves out. But top-K has two
-# costs. If 1 % of the entries are sent, a position takes more bits than a quantized value does. And each client chooses other entries, so
-# the message that the server sends back contains many more entries than a client's. The paper's own method, *time-correlated
+# costs. If 1 % of the entries are sent, a position takes more bits than a quantized value does. And the clients' choices agree only in
+# part, so the message that the server sends back contains many more entries than a client's. The paper's own method, *time-correlated
 # sparsification* (TCS), lets all clients send mostly the same entries. Here it only serves as a comparison.
 #
 # *Run time*: about 30 s on two cores of a Xeon. *Read before*: [01_fedavg](01_fedavg.ipynb).
@@ -27,8 +27,8 @@
 #
 # - `phi = 0.1` should bring rand-K closer to top-K, because both then send ten times as many entries.
 # - `federation_sizes = [1, 50]` should show that the server's message grows much more with top-K than with TCS.
-# - `phi_local = 0.01` should take away most of the advantage that TCS has in the server's message, because every client then chooses
-#   as many entries of its own as with top-K.
+# - In TCS, a client also sends a few entries that it chooses itself. With `phi_local = 0.01` these are as many as in top-K, which should take away
+#   most of the advantage that TCS has in the server's message.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
@@ -97,14 +97,13 @@ print(lab.forecast_trainings([base] * 6))  # five in a moment, and TCS further d
 # accumulation* explains it). In all five trainings the first epoch is dense, which means that all entries are sent.
 #
 # With error accumulation, a client keeps what it has not sent. These numbers are its *errors*. In the next round it adds them to its new
-# difference. The sum is what it *intends* to send, and it sends a part of that. The core calls the fraction of entries in a mask that all
-# clients share `phi_global`, as in rand-K, and the fraction that each client chooses for itself `phi_local`, as in top-K.
+# difference. The sum is what it *intends* to send, and it sends a part of that. In the code, `phi_global` is the fraction of entries that
+# all clients share, as in rand-K, and `phi_local` the fraction that each client chooses for itself, as in top-K.
 #
 # For the rounds after the dense epoch we record two things:
 #
 # - which entries of θ the server has changed at least once,
-# - how much of what the clients intended to send was sent in each round, measured by the squared norm. We record the client that sent the
-#   smallest fraction, and all clients together.
+# - how much of what the clients intended to send was sent in each round, measured by the squared norm. We record two fractions, the smallest one of a single client and the one of all clients together.
 
 # %%
 steps = {"local_steps": local_steps}
@@ -170,8 +169,8 @@ print(f"D = {D:,} parameters, K = {K} entries are sent")
 #
 # With *top-K*, each client chooses its own K entries of largest magnitude. The mask of these entries is called $S_{top}(\Delta\theta, K)$.
 # The client must tell the server their positions. With *rand-K*, all clients draw the same K positions from a common seed, so no positions
-# need to be sent. Fig. 2 shows both methods on the first entries of the output layer, in the last round of the training without
-# compression.
+# need to be sent. The next figure is made like the paper's Fig. 2, from our own training. It shows both methods on the first entries of the
+# output layer, in the last round of the training without compression.
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -256,13 +255,13 @@ print(f"top-K keeps {100 * squares_top:.0f} % of the squared norm in {100 * phi:
       f"{squares_top / phi:.0f} times what rand-K keeps on average")  # fmt: skip
 
 # %% [markdown]
-# Top-K keeps far more than rand-K at every φ below 1. Rand-K keeps about a fraction φ. (This straight line looks like a curve because the
-# horizontal axis is logarithmic. It may jump where a very large entry happens to be drawn.)
+# Top-K keeps more than rand-K at every φ below 1, and far more if φ is small. (The line of rand-K is straight, but looks like a curve
+# because the horizontal axis is logarithmic. It may jump where a very large entry happens to be drawn.)
 #
 # So far this was one update. Proofs that a training with error accumulation converges assume that in every round a client sends at least a
-# fraction $\delta > 0$ of what it intends to send, measured by the squared norm. (For random masks, this need only hold on average.) What
-# it intends to send includes the errors that it kept from earlier rounds, which are explained below. The next cell measures this fraction
-# in the two trainings with error accumulation, and in one with TCS for comparison:
+# fraction $\delta > 0$ of what it intends to send, measured by the squared norm. (For random masks, this need only hold on average.) (What
+# it intends to send includes its errors from earlier rounds.) The next cell measures this fraction in the two trainings with error
+# accumulation, and in one with TCS for comparison:
 
 # %%
 with_tcs = {name: runs[name] for name in ("top-K", "rand-K")}
@@ -284,8 +283,8 @@ for name, run in with_tcs.items():
 # The paper says that TCS also makes it cheaper to choose the entries. But a TCS client makes two choices per round: it finds the shared
 # mask from the last update of the server, and its own mask among the remaining entries of its own update. We time these choices on one long
 # vector. For top-K and TCS we use the plain implementation of $S_{top}$ in the core (the module `tcs_core.py`), and for rand-K the core's
-# random draw. The methods take turns, nine times each. The verdict compares the two times in each turn. It is *open* if the 95 % confidence
-# interval of their mean ratio contains 1. A single slow turn can make this interval wide.
+# random draw. The methods take turns, nine times each. The verdict compares the times of TCS and top-K in each turn. It is *open* if the 95
+# % confidence interval of their mean ratio contains 1. A single slow turn can make this interval wide.
 
 # %%
 K_timed, K_own = tcs.kept(phi, selected_from), tcs.kept(phi_local, selected_from)
@@ -324,8 +323,8 @@ claim.judge(
 # %% [markdown]
 # ## Error accumulation
 #
-# What a client leaves out is not lost. The client keeps it as an error e and adds it to its next update. So it intends to send
-# $\bar\Delta$, and it sends $\tilde\Delta$:
+# What a client leaves out is not lost. In formulas, the client intends to send $\bar\Delta$, its difference plus its errors e. It sends
+# $\tilde\Delta$, and the rest becomes its new errors:
 #
 # $$\bar\Delta_{n,t}=\Delta\theta_{n,t}+e_{n,t-1},\qquad
 # \tilde\Delta_{n,t}=m_{n,t}\otimes\bar\Delta_{n,t},\qquad e_{n,t}=\bar\Delta_{n,t}-\tilde\Delta_{n,t}$$
@@ -404,9 +403,10 @@ print(
 
 # %% [markdown]
 # Another seed can change these accuracies by several more points. We made one run of each method. In these runs, top-K with error
-# accumulation ends close to the training that sends everything. Without error accumulation it ends lower. A likely reason is that what
-# small entries would have added up to is lost. Rand-K is poor in both cases, and with error accumulation it is even worse. A likely reason
-# is that rand-K sends an entry only once in 1/φ rounds on average. By then the accumulated error is old, and it arrives all at once.
+# accumulation ends close to the training that sends everything. Without error accumulation it ends lower. A likely reason is that small
+# entries are then never sent, although over many rounds they would add up to a large change. Rand-K is poor in both cases, and with error
+# accumulation it is even worse. A likely reason is that rand-K sends an entry only once in 1/φ rounds on average. By then the accumulated
+# error is old, and it arrives all at once.
 #
 # ## The way down
 #
@@ -465,12 +465,13 @@ axes.legend(frameon=False)
 lab.show_figures()
 
 # %% [markdown]
-# Top-K's fraction grows almost in proportion to N up to about ten clients, and more slowly beyond. The fraction of TCS grows slowly
-# throughout, because all its clients have the shared mask in common.
+# In the last round, top-K's fraction grows almost in proportion to N up to about ten clients, and more slowly beyond. The fraction of TCS
+# grows slowly throughout, because all its clients have the shared mask in common.
 #
 # With many clients, the first sparse round stays far below top-K's bound, because the clients choose similar entries. With error
-# accumulation, later rounds come closer to the bound. The error of an entry that was sent starts again from zero. Therefore the errors of
-# different clients, and with them their choices, become more and more different.
+# accumulation, later rounds come closer to the bound. The error of an entry that was sent starts again from zero. So two clients that have
+# sent different entries have different errors from then on. In the next rounds, each of them chooses entries that it has not sent for some
+# time, and these are not the same for both.
 #
 # For the paper's setting, N = 10, the bounds are:
 
@@ -525,9 +526,9 @@ lab.show_figures()
 # %% [markdown]
 # In these plots φ decreases to the right. At q = 32 the positions are a small part of the message. At q = 5 and φ below a tenth they are
 # the larger part, and their part grows as fewer entries are sent. The code divides the vector into blocks of 1/φ entries. A position inside
-# a block takes $\log_2(1/\varphi)$ bits. One more bit marks each position, and one the end of each block, which makes about two bits per
-# position. The real code is somewhat longer than the formula says, because it uses whole numbers of bits. (The messages of the core use the
-# power of two near 1/φ that gives the shortest code; see [06_sparse_encoding](06_sparse_encoding.ipynb).)
+# a block takes $\log_2(1/\varphi)$ bits. One more bit marks each position, and one bit the end of each block. As a block contains one
+# position on average, these are about two bits per position. The real code is somewhat longer than the formula says, because it uses whole
+# numbers of bits.
 #
 # TCS spends bits on positions only for the clients' own masks. The *bit budget* of the paper is the number of bits that a client sends,
 # divided by the number of parameters and by the number of local steps. The next table shows this total, the part of it that the values
@@ -544,8 +545,8 @@ for name, printed in in_paper.items():
     print(f"{name:9s} {budget[name]:7.4f}  {values:7.4f}  {share:9.0%}   {printed or '–'}")
 
 # %% [markdown]
-# These agree with the paper's figures. (It prints 0.363 for TCS because it cuts the number off instead of rounding it.) With 5-bit values,
-# top-K spends more bits on the positions than on the values.
+# These agree with the paper's figures. (For TCS, the exact number is 0.36397. The paper prints 0.363, so it seems to cut numbers off
+# instead of rounding them.) With 5-bit values, top-K spends more bits on the positions than on the values.
 #
 # ## Claim
 #
@@ -569,7 +570,7 @@ printed_so = [off[n] < 0.004 or round(budget[n], 2) == printed for n, printed in
 claim("top-K keeps at least five times as much of the squared norm as rand-K", squares_top > 5 * phi if phi < 0.18 else None,
       f"{squares_top / phi:.0f} times")  # fmt: skip
 claim(
-    "what arrived and what waits add up to what was intended",
+    "what arrived and what waits add up to the sum of the clients' updates",
     lost < 1e-5,
     f"up to {lab.format_number(lost, 2)}",
 )

@@ -14,14 +14,14 @@
 # - give every layer its minimum share of a mask,
 # - say which layers top-K favours, and what a minimum changes.
 #
-# **Claim (Sec. II-C, Tables 1 and 2).** If the mask has the K largest entries of the whole update, some layers get many entries and
-# others get almost none. *Layer-wise fairness* gives every layer a minimum share. TCS-LF does so in the shared mask and in the clients'
-# own masks, TCS-PLF in the shared mask only. In the paper this costs a little accuracy at η = 0.5 and gains some at η = 0.8.
+# **Claim (Sec. II-C, Tables 1 and 2).** If the mask has the K largest entries of the whole update, some layers get many entries and others
+# get almost none. *Layer-wise fairness* gives every layer a minimum share. TCS-LF does so in the shared mask and in the clients' own masks,
+# TCS-PLF in the shared mask only. In the paper this costs a little accuracy at η = 0.5 and gains some at η = 0.8.
 #
-# *Run time*: about 45 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb).
+# *Run time*: one to two minutes on two cores. *Read before*: [03_tcs](03_tcs.ipynb).
 #
-# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The values to change stand in the cell
-# under *Parameters*.
+# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The values to change stand in the cell under
+# *Parameters*.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
@@ -44,8 +44,8 @@ plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "
 # %% [markdown]
 # ## Parameters
 #
-# You can change any of these values and run all cells again. *Claim* and *What we saw* are computed anew. The text between the
-# cells describes what the values below give, so it may no longer fit. For example:
+# You can change any of these values and run all cells again. *Claim* and *What we saw* are computed anew. The text between the cells
+# describes the results of the original values, so it may no longer fit. For example:
 #
 # - `seeds = 10` should make the intervals narrower.
 # - `phi_min_global = 5e-3` should bring the curves of TCS-PLF and TCS-LF closer to the dotted line of an even share.
@@ -98,14 +98,14 @@ print(lab.forecast_trainings([config] * planned))
 # ## Where the budget goes
 #
 # The budget of a mask is the number K of its entries. We train densely and look at the $K$ largest entries of every update. If the
-# positions were spread evenly, every layer would have the same fraction $\phi_{global}$ of its entries in the mask. The actual
+# positions were spread evenly, every layer would have the same fraction $\phi_{global} = K/D$ of its entries in the mask. The actual
 # fraction for layer $l$, which has $d_l$ entries, is
 #
 # $$\phi_l = \frac{|m \cap \text{layer } l|}{d_l}, \qquad \sum_l \phi_l\, d_l = K$$
 #
 # The input layers and the head, which is the last linear layer, have a very small part of the parameters.
 #
-# **What do you expect?** Do input and head together get more than half of the budget, or less?
+# **What do you expect?** Which part of the network gets the smallest share of the budget, compared with its size?
 
 
 # %%
@@ -148,9 +148,9 @@ axes.legend(frameon=False, ncols=3, loc="upper center")
 lab.show_figures()
 
 # %% [markdown]
-# The paper says that top-K favours the first layers. In our layers of weights, the fraction falls by orders of magnitude from the
-# first convolution to the last ones, which agrees with the paper. In the last linear layer it rises again, which contradicts the
-# paper. The peaks in between belong to the 1×1 convolutions of the shortcuts. The table adds up the same masks by part of the network:
+# The paper says that top-K favours the first layers. In our layers of weights, the fraction falls by orders of magnitude from the first
+# convolution to the last ones, which agrees with the paper. In the last linear layer it rises again, which contradicts the paper. The peaks
+# in between belong to the 1×1 convolutions of the shortcuts. The table adds up the same masks by part of the network:
 
 # %%
 blocks = [int(name.split(".")[0]) for name in names]
@@ -166,25 +166,24 @@ display(
 )
 
 # %% [markdown]
-# Head and input are a very small part of the network but take most of the budget. The last block has about three quarters of the
-# parameters and gets about an eighth of the budget.
+# The last block has about three quarters of the parameters and gets about an eighth of the budget.
 #
 # ## A minimum share
 #
-# Layer-wise fairness requires that the entries of a layer in the mask are at least a certain fraction of the layer. This holds for
-# the *global* mask, which all clients share, and with TCS-LF also for the *local* masks, which are the clients' own:
+# Layer-wise fairness requires that the mask contains at least a certain fraction of the entries of every layer. This holds for the *global*
+# mask, which all clients share, and with TCS-LF also for the *local* masks, which are the clients' own:
 #
 # $$|m_{global} \cap \text{layer } l| \ge \lceil \phi^{min}_{global}\, d_l \rceil, \qquad
 # |m_{local}^n \cap \text{layer } l| \ge \lceil \phi^{min}_{local}\, d_l \rceil$$
 #
-# The paper prints $\phi^{max}$ in these two formulas and calls it a maximum, but two lines later and in the
-# experiments it writes $\phi^{min}$. It cannot mean a maximum: if a mask has at most $10^{-3}$ of every layer, it cannot have $10^{-2}$
-# of all entries. The paper does not say how to fill the rest of the mask. We keep the total at $K$: every layer gets its
-# minimum first, and the rest of $K$ goes to the largest of the remaining entries.
+# The paper prints $\phi^{max}$ in these two formulas and calls it a maximum, but two lines later and in the experiments it writes
+# $\phi^{min}$. It cannot mean a maximum. The paper gives $10^{-3}$ for it. A mask with at most $10^{-3}$ of every layer cannot have
+# $10^{-2}$ of all entries, as the paper's masks do. The paper does not say how to fill the rest of the mask. We keep the total at $K$:
+# every layer gets its minimum first, and the rest of $K$ goes to the largest of the remaining entries.
 #
-# The authors' published code differs from the paper here. It chooses the fair global mask by the magnitude of the weights instead of
-# the update, and the paper's results for TCS-LF and TCS-PLF may come from that code. This package calls these variants `TCS-WLF` and
-# `TCS-WPLF`. None of our verdicts depends on them.
+# The authors' published code differs from the paper here. It chooses the fair global mask by the magnitude of the weights instead of the
+# update, and the paper's results for TCS-LF and TCS-PLF may come from that code. None of our verdicts depends on this variant (`TCS-WLF`
+# and `TCS-WPLF` in our code).
 #
 # This is the function that finds the positions of a fair mask:
 
@@ -192,8 +191,8 @@ display(
 lab.show_code(tcs.layerwise_top_k_positions)
 
 # %% [markdown]
-# Here is a small example with three layers and $K = 5$, in which every layer gets at least a fifth of its entries. The sign `#`
-# marks an entry in the mask, and `·` an entry outside it.
+# Here is a small example with three layers and $K = 5$, in which every layer gets at least a fifth of its entries. The sign `#` marks an
+# entry in the mask, and `·` an entry outside it.
 
 # %% tags=["nbval-check-output"]
 toy_sizes = [4, 6, 10]
@@ -207,11 +206,11 @@ for name, positions in {
     print(name, " ".join(parts), " kept:", int(mask.sum()))
 
 # %% [markdown]
-# Both masks have five entries. $S_{top}$ has none in the third layer. With the minimum, the first layer loses three
+# Both masks have five entries. Plain top-K, written $S_{top}$, has none in the third layer. With the minimum, the first layer loses three
 # entries, of which the second layer gets one and the third layer two.
 #
-# How many of the K entries do the minimum shares use up? This depends on the size of the network, because the
-# share of a small layer is rounded up to a whole entry.
+# How many of the K entries do the minimum shares use up? This depends on the size of the network, because the share of a small layer is
+# rounded up to a whole entry.
 
 # %% tags=["nbval-check-output"]
 with torch.device("meta"):
@@ -228,13 +227,14 @@ for name, network in models.items():
         )
 
 # %% [markdown]
-# Most of the global mask remains free, both in our network and in the paper's. The local masks are different. With TCS-LF, the
-# minimum shares use a large part of a client's own entries, and in a small network they use most of them.
+# Most of the global mask remains free, both in our network and in the paper's. The local masks are different. With TCS-LF, the minimum
+# shares use a large part of a client's own entries, and in a small network they use most of them.
 #
 # ## What it changes in the masks
 #
-# The function `watch` trains one scheme. For every sparse round it counts how many entries of each layer are in the global mask,
-# and how many the clients have *explored*, which means that they were sent although they are outside the global mask.
+# The function `watch` trains one scheme. In its first epoch everything is sent; the later rounds are *sparse*. For every sparse round it
+# counts how many entries of each layer are in the global mask, and how many the clients have *explored*, which means that they were sent
+# although they are outside the global mask.
 
 
 # %%
@@ -307,31 +307,30 @@ for n, share in at_ends.items():
     print(f"{n:26s} input and head have {share:.0%} of the K entries in the mask")
 
 # %% [markdown]
-# We notice two things. First, the minimum works: no layer is left out of the global mask. (The local masks of TCS-LF still miss a
-# layer now and then, namely a small layer whose entries are all in the global mask already.) But the layers that gain most are
-# the smallest ones. The high points in the zigzag are norms and biases. In these layers a single entry is more than
-# the minimum, and more than an even share. With TCS-LF, each client adds one entry of its own to each of them. The mask as a whole does not
-# become larger. So what the norms, the biases and the largest convolutions gain, other convolutions lose.
+# We notice two things. First, the minimum works: no layer is left out of the global mask. (The local masks of TCS-LF still miss a layer now
+# and then, namely a small layer whose entries are all in the global mask already.) But the layers that gain most are the smallest ones. The
+# high points in the zigzag are norms and biases. In these layers, a single entry is already more than an even share. With TCS-LF, each
+# client adds one entry of its own to each of them. The largest convolutions gain, too, because their minimum is more than they had. The
+# mask as a whole does not become larger, so what these layers gain, other convolutions lose.
 #
-# Second, TCS without any minimum distributes the entries more evenly than top-K of dense updates does: input and head have fewer of
-# them (one seed). Without error accumulation, TCS does not do so. In the layers that are left out, errors accumulate until they are
-# large enough to be sent. So error accumulation is a kind of fairness too.
+# Second, TCS without any minimum distributes the entries more evenly than top-K of dense updates does: input and head have fewer of them
+# (one seed). Without error accumulation, TCS does not do so. In the layers that are left out, errors accumulate until they are large enough
+# to be sent. So error accumulation is a kind of fairness too.
 #
 # ## Does it help the layer that is starved?
 #
 # We fixed which layer we look at, and what counts as help, before these trainings. The layer is the one whose weights have the smallest
-# fraction of entries in the masks of dense training; we call it *starved*. The measure is how far training moves this layer, relative
-# to dense training with the same seed:
+# fraction of entries in the masks of dense training; we call it *starved*. The measure is how far training moves this layer, relative to
+# dense training with the same seed:
 #
 # $$\lVert\theta_T-\theta_0\rVert_{\text{layer}}\;/\;
 # \lVert\theta_T-\theta_0\rVert_{\text{layer, dense}}$$
 #
-# Runs with the same seed start from the same weights and see the samples in the same order, so we compare them in pairs. The
-# table below shows the mean difference from TCS over the seeds, in percentage points and with a 95 % confidence interval (Student's
-# t). It shows the accuracy as well. (We chose this measure because in earlier trials, with other seeds, accuracy after so few rounds was
-# mostly noise.)
+# Runs with the same seed start from the same weights and see the samples in the same order, so we compare them in pairs. The table below
+# shows the mean difference from TCS over the seeds, in percentage points and with a 95 % confidence interval (Student's t). It shows the
+# accuracy as well. (We chose this measure because in earlier trials, with other seeds, accuracy after so few rounds was mostly noise.)
 #
-# **What do you expect?** Does a minimum for every layer move the starved layer farther?
+# **What do you expect?** Does a minimum for every layer change the accuracy, too?
 
 # %%
 steps = tcs.Scheme.named(schemes[0]).local_steps
@@ -414,17 +413,16 @@ panels[0].legend(frameon=False)
 lab.show_figures()
 
 # %% [markdown]
-# The grey band marks the starved layer, which is the seventh layer of weights. The bars are 95 % confidence intervals over the seeds.
-# By this measure TCS does not starve this layer. A likely reason is that accumulated errors move it. We do not know why it moves less
-# with TCS-LF. According to the figures above, this layer does not have fewer entries in the mask with TCS-LF than with TCS, and not
-# fewer of its entries are explored.
+# The grey band marks the starved layer, which is the seventh layer of weights. The bars are 95 % confidence intervals over the seeds. By
+# this measure TCS does not starve this layer. A likely reason is that accumulated errors move it. We do not know why it moves less with
+# TCS-LF. According to the figures above, this layer does not have fewer entries in the mask with TCS-LF than with TCS, and not fewer of its
+# entries are explored.
 #
 # ## Claim
 #
-# We check the statements about the global mask without a tolerance. In every round, the mask has K entries, and with TCS-PLF and
-# TCS-LF every layer has its minimum (checked in the first run of each). With TCS some layers have no entry. We call top-K uneven if
-# the fraction of the most favoured layer of weights is more than 10 times that of the least favoured one. We report accuracy, but
-# check no statement about it.
+# We check these statements about the global mask. In every round, the mask has K entries, and with TCS-PLF and TCS-LF every layer has its
+# minimum (checked in the first run of each). With TCS some layers have no entry. We call top-K uneven if the fraction of the most favoured
+# layer of weights is more than 10 times that of the least favoured one. We report accuracy, but check no statement about it.
 
 # %%
 minimum_L = torch.tensor([tcs.kept(phi_min_global, size) for size in layer_sizes])
@@ -449,10 +447,10 @@ claim("top-K of dense updates prefers some layers more than tenfold over others"
 # %% [markdown]
 # ## Exercises
 #
-# Replace each `return None` by your own lines. Each cell then compares your function with the core.
+# Replace each `return None` by your own lines. Each cell then compares your function with the one in `tcs_core.py`.
 #
-# **1. Free entries.** Every layer gets its minimum share, which is the fraction `phi_min` of its own size, rounded up to whole entries.
-# How many of the K entries remain, to be chosen by magnitude? (If the minimum shares alone exceed K, none remain.)
+# **1. Free entries.** Every layer gets its minimum share, which is the fraction `phi_min` of its own size, rounded up to whole entries. How
+# many of the K entries remain, to be chosen by magnitude? (If the minimum shares alone exceed K, none remain.)
 #
 # <details><summary>Hint</summary>
 #
@@ -489,10 +487,11 @@ def free_places(layer_sizes, k, phi_min):
 assert lab.teaching.judge_solution("free_places", free_places) == "right"
 
 # %% [markdown]
-# **2. Fair top-K.** Return the positions in ascending order, counted from 0. First take the minimum of every layer, its
-# `tcs.kept(phi_min, size)` largest entries, and then the largest of all other entries, until there are k in all. In this exercise the
-# minimum shares always fit into k. The function `tcs.top_k_positions(vector, k, excluded)` is $S_{top}$. Entries in `excluded`, a tensor of
-# positions (int64) or of booleans (D,), are never chosen.
+# **2. Fair top-K.** Return the positions in ascending order, counted from 0. The minimum of a layer is `tcs.kept(phi_min, size)`, the
+# number of its entries times `phi_min`, rounded up. First take this many of the largest entries of every layer. Then take the largest of
+# all other entries, until there are k in all. In this exercise the minimum shares always fit into k. The function
+# `tcs.top_k_positions(vector, k, excluded)` is $S_{top}$. Entries in `excluded`, a tensor of positions (int64) or of booleans (D,), are
+# never chosen.
 #
 # <details><summary>Hint</summary>
 #
@@ -550,8 +549,8 @@ def said(name, eta):
     layer, layer_half = change(name, eta)
     word = lab.judge_mean(layer, layer_half)
     theirs = f"{paper[name, eta] - paper[schemes[0], eta]:+.2f}".replace("-", "−")
-    return f"""{name} at η = {eta:g}: compared with {schemes[0]}, the distance changes by {with_half(layer, layer_half)} percentage points.
-      The statement that the minimum moves this layer farther is **{word}**. Accuracy changes by {with_half(points, half, 1)} points
+    return f"""{name} at η = {eta:g}: compared with {schemes[0]}, the distance changes by {with_half(layer, layer_half)} percentage points ({word}).
+      Accuracy changes by {with_half(points, half, 1)} points
       (in the paper {theirs})."""
 
 
@@ -567,7 +566,7 @@ def share_kept(layers):
 body = [n for n in weights if places[n].startswith("block")]
 halves = [share_kept(half) for half in (body[: len(body) // 2], body[len(body) // 2 :])]
 last, first_of_body = share_kept(weights[-1:]), share_kept(body[:1])
-print(f"The body is all layers between input and head. The mask contains {halves[0]:.2%} of the weights of its earlier half,\n"
+print(f"The body is all layers between input and head. The K largest entries in dense training contain {halves[0]:.2%} of the weights of its earlier half,\n"
       f"{halves[1]:.2%} of its later half, {first_of_body:.1%} of its first convolution, and {last:.1%} of the last layer.")  # fmt: skip
 explored_L = seen[schemes[0]][:, EXPLORED].float().mean(0) / sizes_L
 kept_errors, forgot = at_ends[schemes[0]], at_ends[f"{schemes[0]}, no error accumulation"]
@@ -593,9 +592,10 @@ display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
   {table.loc["head + input", "parameters"]:.1%} of the parameters.
 - The paper says that later layers get a smaller share. This is **{"supported" if halves[1] < halves[0] else "contradicted"}** for the two halves of the body,
   **{"supported" if last < first_of_body else "contradicted"}** for the last layer against the body's first convolution.
-- An average entry is in the shared mask {often:.1f} times in our training, and more than 200 times in the paper's.
+- Our trainings are short: in all rounds together, an average entry is in the shared mask {often:.1f} times, and in the paper's training more than 200 times.
 - The starved layer is number {starved + 1}, with {sizes_L[starved] / dimension:.0%} of the parameters. We measure how far training moves it,
-  in % of dense training (n = {len(trials)} seeds, 95 % intervals).
+  in % of dense training (n = {len(trials)} seeds, 95 % intervals). The word in brackets judges the statement that a minimum moves it farther: *open* means that
+  the interval contains 0.
 {helped}
 - What surprised us: error accumulation {"makes the shares of the layers more even" if evener else "does not make the shares of the layers more even here"}. Input and head have
   {at_ends["dense updates"]:.0%} of the K largest entries in dense training, {kept_errors:.0%} with {schemes[0]}, and {forgot:.0%} with {schemes[0]} without error
@@ -606,18 +606,17 @@ empty_weights = float((seen[schemes[0]][:, MASK][:, weights] == 0).float().mean(
 left_out = float((seen[schemes[-1]][:, MASK] == 0).float().mean())
 words = {n: lab.judge_mean(*change(n, learning_rates[0])) for n in schemes[1:]}
 answer.update(Markdown(f"""**In short.** The input layers and the last layer have {table.loc["head + input", "parameters"]:.1%} of the parameters, but get
-{table.loc["head + input", "kept"]:.0%} of the entries that top-K chooses. (By a layer we mean a parameter tensor.) In an average round, {empty:.0%} of the layers have no entry in the
-shared mask of {schemes[0]}; most of these are norms and biases, and of the layers of weights it is {empty_weights:.0%}. With {schemes[-1]}, {left_out:.0%} of the layers have none. We then looked at the layer of weights with the smallest share. Of the
-distance that dense training moves it, {", ".join(f"{name} reaches {share:.0f} %" for name, share in moved.items())} (η = {learning_rates[0]:g}, n = {len(trials)} seeds). The statement that a
-minimum share moves this layer farther is {" and ".join(f"**{word}** for {name}" for name, word in words.items())}.
+{table.loc["head + input", "kept"]:.0%} of the entries that top-K chooses. (By a layer we mean a parameter tensor.) In an average round of {schemes[0]}, {empty:.0%} of the layers have no entry in the
+shared mask. Most of these are norms and biases. (Of the weights of convolutions and of the last layer, {empty_weights:.0%} have none.) With {schemes[-1]}, {"every layer has an entry" if left_out == 0 else f"{left_out:.0%} have none"}. We then looked at the
+layer of weights with the smallest share, and measured how far training moves it, in percent of the distance in dense training: {", ".join(f"{share:.0f} % with {name}" for name, share in moved.items())}
+(η = {learning_rates[0]:g}, n = {len(trials)} seeds). The statement that a minimum share moves this layer farther is {" and ".join(f"**{word}** for {name}" for name, word in words.items())}.{" (*Open* means that the 95 % interval contains 0.)" if "open" in words.values() else ""}
 """))  # fmt: skip
 
 # %% [markdown]
 # Longer runs with more seeds give more evidence. Set `seeds = 10` and `train_samples = 2000` here, or look at the larger trainings in
-# Tables 1 and 2 ([08_tables_and_curves](08_tables_and_curves.ipynb)). Next, [05_global_momentum](05_global_momentum.ipynb) adds
-# momentum.
+# Tables 1 and 2 ([08_tables_and_curves](08_tables_and_curves.ipynb)). Next, [05_global_momentum](05_global_momentum.ipynb) adds momentum.
 
 # %%
 print(
-    f"Made with {lab.describe_core()} and torch {torch.__version__}, on {data.label}. Each scheme has n = {len(trials)} seeds."
+    f"Made with {lab.describe_core()} and torch {torch.__version__}, on images ({data.label}). Each scheme has n = {len(trials)} seeds."
 )

@@ -11,8 +11,7 @@
 #
 # **In short.** The server and all clients can keep the same momentum without sending it, so messages do not become longer. The
 # paper's rule for this contains misprints. Once they are corrected, it is exactly the rule of `torch.optim.SGD`, with compression and
-# without. With compression, more than half of an average step then comes from earlier rounds: it moves entries for which nothing
-# arrived in this round. In trainings as short as those on this page, TCS ends with a higher loss with momentum than without it.
+# without. With compression, more than half of an average step then comes from earlier rounds alone. This part of the step moves entries for which nothing arrived in the current round. In trainings as short as those on this page, TCS ends with a higher loss with momentum than without it.
 #
 # After this notebook you will be able to
 #
@@ -22,7 +21,7 @@
 # **Claim (Sec. II-D, Alg. 3, Table 3).** If clients send sparsified *gradients*, the server and all clients can compute the
 # same momentum, so that it need not be sent. With it, TCS reaches the accuracy of centralized training with momentum.
 #
-# *Run time*: about 45 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb).
+# *Run time*: about a minute on two cores. *Read before*: [03_tcs](03_tcs.ipynb).
 #
 # *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The values to change stand in the cell
 # under *Parameters*.
@@ -50,10 +49,10 @@ plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "
 # ## Parameters
 #
 # You can change any of these values and run all cells again. The sections *Claim* and *What we saw* are computed anew. The text
-# between the cells describes what the values below give, so it may no longer fit. For example:
+# between the cells describes the results of the original values, so it may no longer fit. For example:
 #
 # - `momentum = 0.5` should make the part of a step that comes from earlier rounds smaller.
-# - `value_bits = 5` should make the clients' messages shorter.
+# - `value_bits = 5` sends each value with 5 bits instead of 32 ([07](07_fractional_quantization.ipynb)), so the clients' messages should become shorter.
 # - `clients = 10` should give the update more entries that are not zero.
 
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
@@ -115,11 +114,9 @@ print(lab.forecast_trainings([config] * (1 + 5 * len(trials))))
 # | 8 | $\theta_t = \theta_{t-1} - \eta_t w_t$, but the text has a plus | the minus, as in the box |
 # | 16 | the mean of what arrives, but the text says the *sum* | the mean, as in the box |
 #
-# We depart from the box in one more point. In the box this step opens the next round and uses that round's learning rate.
-# Here the step closes the round in which the gradients were computed, with the learning rate of that round. The two differ only where η changes.
+# We depart from the box in one more point. In the box, the update of $w$ and θ is the first thing that happens in the next round, with the learning rate of that round. Here it is the last thing that happens in the round in which the gradients were computed, with the learning rate of this one. The two differ only where η changes.
 #
-# Lines 10 to 14 are those of Algorithm 2, with gradients instead of model differences. Masks and error accumulation
-# work as before. The code below shows what a client passes to the compression, how the clients and the server exchange
+# The client's part (lines 10 to 14) is that of Algorithm 2, with gradients instead of model differences. Masks and error accumulation work as before. The code below shows what a client passes to the compression, how the clients and the server exchange
 # it, and the step that ends a round:
 
 # %%
@@ -276,9 +273,7 @@ lab.show_figures()
 # %% [markdown]
 # In nearly every round, most of the step is memory: it moves entries that were not in the update. This has an advantage and a
 # price. An entry that was sent once keeps moving for about $1/(1-\beta)$ rounds, but its direction is that of the round in which it
-# was sent. In this run $S_{top}(w)$ also changed less from round to round than $S_{top}(\tilde g)$. (With only four clients, this
-# comparison says little: what they explore is at most two fifths of the mask of $S_{top}(\tilde g)$, so at least three fifths of it must stay.
-# In 03, with ten clients, most of the mask is new in every round.) A training that used
+# was sent. In this run $S_{top}(w)$ also changed less from round to round than $S_{top}(\tilde g)$. (With only four clients, this comparison says little. The next mask is chosen among the entries that were sent, which are the old mask and what the clients explored. Four clients explore at most two fifths as many entries as the mask has, so at least three fifths of it must stay. In 03, with ten clients, most of the mask is new in every round.) A training that used
 # $S_{top}(w)$ as its mask might behave differently, but the paper does not try it. [Notebook 09](09_your_own_scheme.ipynb)
 # shows how to turn such an idea into a scheme.
 #
@@ -290,7 +285,7 @@ lab.show_figures()
 #
 # (The *Baseline* of the paper is centralized training, in which one client has all data.)
 #
-# **What do you expect?** In so short a training, does momentum lower the loss of TCS, or raise it?
+# **What do you expect?** In so short a training, does momentum lower the loss of the Baseline, or raise it?
 
 
 # %%
@@ -368,8 +363,7 @@ lab.show_figures()
 # %% [markdown]
 # On average over the seeds, momentum lowers the training loss of the Baseline, though the interval in *What we saw* is wide. It raises
 # the loss of TCS. With $(1-\beta)\,\eta$, where steps are as long as without momentum, the loss is no lower, so longer steps alone do not explain
-# this. With the larger η, TCS with momentum learns slowly until η drops, and then its loss falls faster. A likely reason is
-# the memory: most of a step follows gradients of earlier rounds, and error accumulation had delayed them already.
+# this. With the larger η, TCS with momentum learns slowly until η is lowered, and then its loss falls faster. A likely reason why momentum raises the loss of TCS is its memory: most of a step follows gradients of earlier rounds, and error accumulation has already delayed these.
 #
 # These trainings are far from finished. They show how fast a scheme starts, not whether the paper is right. In most of our larger
 # reproductions, TCS ends more accurate with momentum than without it (see `results/*/table3.md`). Notebook
@@ -409,7 +403,7 @@ claim("a message is as long as without momentum", len(sizes) == 1,
 # %% [markdown]
 # ## Exercises
 #
-# Replace `return None` by your own lines. Each cell compares your function with the core.
+# Replace `return None` by your own lines. Each cell compares your function with the one in `tcs_core.py`.
 #
 # **1. The step.** Everybody has received the average `g_D`. Return the new `theta_D` and the new `w_D`.
 #
@@ -512,11 +506,12 @@ display(Markdown(f"""
 - Momentum changed the training loss of TCS by {changed["TCS-Global Momentum"]}, and that of the Baseline by
   {changed["Baseline-Momentum"]}.
 - The accuracy of TCS with global momentum differed from that of the Baseline with momentum by {behind:+.1f} ± {interval:.1f} points.
-  (TCS had {federation.rounds_per_epoch * epochs} rounds, and the Baseline made {train_samples // (2 * batch_size) * epochs} steps.) In the paper the two differ by
-  {paper["TCS-Global Momentum"] - paper["Baseline-Momentum"]:+.3f} points.
+  (This favours the Baseline, which made {train_samples // (2 * batch_size) * epochs} steps, while TCS had {federation.rounds_per_epoch * epochs} rounds.) In the paper
+  ({paper["TCS-Global Momentum"]:.3f} and {paper["Baseline-Momentum"]:.3f} %) they differ by {paper["TCS-Global Momentum"] - paper["Baseline-Momentum"]:+.3f} points.
 - What surprised us: on average, {statistics.mean(memory):.0%} of a step is memory, so it moves entries that the round's update did
-  not contain. From one round to the next, $S_{{top}}(w)$, which this run did not use as its mask, kept {common["w"]:.0%} of its
-  entries. The mask that it used kept {common["g"]:.0%}.
+  not contain.
+- From one round to the next, $S_{{top}}(w)$, which this run did not use as its mask, kept {common["w"]:.0%} of its
+  entries. The mask that it used kept {common["g"]:.0%}. (With four clients, most of it must stay.)
 """))  # fmt: skip
 
 # %% [markdown]
@@ -525,5 +520,5 @@ display(Markdown(f"""
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(
-    f"Made with {lab.describe_core()} and torch {torch.__version__}, on {data.label}. Each scheme has n = {len(trials)} seeds."
+    f"Made with {lab.describe_core()} and torch {torch.__version__}, on images ({data.label}). Each scheme has n = {len(trials)} seeds."
 )

@@ -9,27 +9,26 @@
 # %% [markdown]
 # # 06 · Write positions in a few bits
 #
-# A client that sends only a few entries of a long vector must also tell the receiver where they belong. This notebook shows the
-# short code that the paper uses for these positions, and counts what it costs.
+# A client that sends only a few entries of a long vector must also tell the receiver where they belong. This notebook shows the short code
+# that the paper uses for these positions, and counts what it costs.
 #
 # After this notebook you will be able to
 #
 # - decode positions by hand (Algorithm 4),
 # - compute how long a code is, and say when a bitmap is shorter.
 #
-# **Claim (Sec. II-E, Algorithm 4).** If a fraction φ of the $d$ entries is sent, one position costs
-# $\log_2(1/\phi)+2$ bits instead of $\log_2 d$. At the paper's size this is about half, and the cost is the same whichever
-# entries are sent.
+# **Claim (Sec. II-E, Algorithm 4).** If a fraction φ of the $D$ entries of a vector is sent, one position costs $\log_2(1/\phi)+2$ bits
+# instead of $\log_2 D$. At the paper's size this is about half, and the cost is the same whichever entries are sent.
 #
-# *Run time*: about 10 s on two cores of a Xeon. *Read before*: [02_sparsification](02_sparsification.ipynb)
-# and [03_tcs](03_tcs.ipynb), which explain the masks.
+# *Run time*: about 10 s on two cores of a Xeon. *Read before*: [02_sparsification](02_sparsification.ipynb) and [03_tcs](03_tcs.ipynb),
+# which explain the masks.
 #
-# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The second grey bar hides the parameters.
-# Change them there and run all cells again. *Claim* and *What we saw* are computed anew. For example:
+# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The second grey bar hides the parameters. Change
+# them there and run all cells again. *Claim* and *What we saw* are computed anew. For example:
 #
 # - `positions = [1, 2, 3]` should give another code of the same length.
 # - `phi = 0.125` should give blocks of eight entries, and three bits for the position inside a block.
-# - `measured_dimension = 1_048_576` should make a plain index two bits longer, but not the code.
+# - `measured_dimension = 1_048_576` should make a plain index two bits longer, while a position in the code costs as much as before.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import math
@@ -48,10 +47,10 @@ torch.set_num_threads(1)
 
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 profile = "ci"  # its model is compared with the paper's ResNet-18
-dimension = 12  # d, entries of the example's vector
+dimension = 12  # D, entries of the example's vector
 phi = 0.25  # share of kept entries for which the code is made
 positions = [1, 3, 10]  # the kept entries, counted from one, as in the paper
-measured_dimension = 262_144  # d of the random masks that are encoded, 2^18
+measured_dimension = 262_144  # D of the random masks that are encoded, 2^18
 phi_smallest = 1e-4  # smallest share of kept entries in these masks
 phi_largest = 0.3  # largest share of kept entries in these masks
 phi_steps = 81  # number of shares from the smallest to the largest
@@ -106,17 +105,18 @@ positions are {at_once["TCS"]} of the bits that TCS sends, and {at_once["top-K"]
 # %% [markdown]
 # ## The code
 #
-# A client sends the values in its own mask together with their positions in the vector. The parameters `dimension`, `phi` and
-# `positions` are the paper's example. If you change them, the picture, the decoding steps and the exercise use your values.
+# A client sends the values in its own mask together with their positions in the vector. The parameters `dimension`, `phi` and `positions`
+# are the paper's example. If you change them, the picture, the decoding steps and the exercise use your values.
 #
-# The code works as follows. Cut the vector into blocks of $1/\phi$ entries, so that a block holds one kept entry on average. Go
-# through the blocks in order. For each kept entry, write a flag `1` and then the entry's offset, which is its position inside the
-# block. At the end of each block, empty or not, write `0`. A block number is never written, because the receiver can count the zeros.
+# The code works as follows. Cut the vector into blocks of $1/\phi$ entries, so that a block holds one kept entry on average. Go through the
+# blocks in order. For each kept entry, write a flag `1` and then the entry's offset, which is its position inside the block. At the end of
+# each block, empty or not, write `0`. A block number is never written, because the receiver can count the zeros.
 #
 # $$\underbrace{1}_{\text{flag}}\;+\;\underbrace{\lceil\log_2(1/\phi)\rceil}_{\text{offset in the block}}
 # \;\text{ bits per entry}\qquad+\qquad\underbrace{1}_{\text{end}}\;\text{ bit per block}$$
 #
-# There are as many blocks as kept entries, so the sum is $\log_2(1/\phi)+2$ bits per entry.
+# If $1/\phi$ is a power of two that divides $D$, there are as many blocks as kept entries, and the sum is exactly $\log_2(1/\phi)+2$ bits
+# per entry. Otherwise it differs by at most one bit.
 
 # %% tags=["nbval-check-output"]
 bits = tcs.encode_positions(positions_K, dimension, block)
@@ -128,8 +128,8 @@ print(f"positions {positions} of {dimension} -> {code}, {len(code)} bits")
 #
 # ## The code in colour
 #
-# To colour the bits, we first need to know which kind each bit is. The small reader below follows Algorithm 4 as one would do it by
-# hand. In each step it yields its pointer, the bits that it reads, the index of the block it is in, and the position that it found.
+# To colour the bits, we first need to know which kind each bit is. The small reader below follows Algorithm 4 as one would do it by hand.
+# In each step it yields its pointer, the bits that it reads, the index of the block it is in, and the position that it found.
 
 
 # %%
@@ -147,8 +147,8 @@ def walk(code: str, block: int):
 
 
 # %% [markdown]
-# There are three kinds of bits, and each gets its own colour and hatch. The string `kinds` has one letter per bit: `f` for a
-# **f**lag, `p` for a bit of the offset (the **p**osition inside the block), and `e` for a block **e**nd.
+# There are three kinds of bits, and each gets its own colour and hatch. The string `kinds` has one letter per bit: `f` for a **f**lag, `p`
+# for a bit of the offset (the **p**osition inside the block), and `e` for a block **e**nd.
 
 # %%
 KINDS = {
@@ -199,8 +199,8 @@ ax.set(xlim=(-half, half), ylim=(0.1, 3.8), xticks=[], yticks=[], frame_on=False
 lab.show_figures()
 
 # %% [markdown]
-# The upper row is the vector, numbered from one. Its blocks are alternately grey and white, and the kept entries are
-# dark. The lower row is the code, with a line from each kept entry to its flag and its offset.
+# The upper row is the vector, numbered from one. Its blocks are alternately grey and white, and the kept entries are dark. The lower row is
+# the code, with a line from each kept entry to its flag and its offset.
 #
 # ## Read it by hand
 #
@@ -209,7 +209,7 @@ lab.show_figures()
 # 1. Read one bit. If it is `0`, the block ends: add one to the block index.
 # 2. If it is `1`, read the next $\lceil\log_2(1/\phi)\rceil$ bits as a binary number. This is the offset inside the block.
 # 3. The position is block index × block size + offset, counted from zero. Add one to count from one.
-# 4. At the end you must have read exactly one `0` per block. Otherwise the bits were not a valid code.
+# 4. At the end you must have found exactly one block end per block. (A `0` inside an offset does not count.) Otherwise the bits were not a valid code.
 #
 # These are the steps for the example:
 
@@ -222,9 +222,9 @@ rows = [
 print(pd.DataFrame(rows).to_string(index=False))
 
 # %% [markdown]
-# Each row is one step, and the positions are those we started from. Now it is your turn: the next cell prints a code for a vector
-# and blocks of the same size. Decode it on paper. The cell after the next one decodes it, so you can then compare. (To get a code whose
-# answer you have not seen yet, change `seed` and run these cells again.)
+# Each row is one step, and the positions are those we started from. Now it is your turn: the next cell prints a code for a vector and
+# blocks of the same size. Decode it on paper. The cell after the next one decodes it, so you can then compare. (To get a code whose answer
+# you have not seen yet, change `seed` and run these cells again.)
 
 # %%
 draw = torch.randperm(dimension, generator=torch.Generator().manual_seed(seed))
@@ -239,9 +239,9 @@ print(f"counted from one: {read_back}; right: {read_back == (hidden + 1).tolist(
 # %% [markdown]
 # ## The same without a loop
 #
-# The reader above takes one Python step per entry, which is too slow for messages with thousands of entries. The encoder
-# needs no loop. Entry $i$ (counted from zero), which lies in block $b$, comes after $i$ entries and $b$ block ends, so its flag
-# is bit number
+# The reader above takes one Python step for every entry and every block end, which is too slow for messages with thousands of entries. The
+# encoder needs no loop. Number the kept entries from zero. If kept entry number $i$ lies in block $b$, then $i$ kept entries and $b$ block
+# ends come before it, so its flag is bit number
 #
 # $$i\,(1+\lceil\log_2(1/\phi)\rceil)+b .$$
 
@@ -249,17 +249,18 @@ print(f"counted from one: {read_back}; right: {read_back == (hidden + 1).tolist(
 lab.show_code(tcs.encode_positions)
 
 # %% [markdown]
-# The decoder must first find the flags, and not every `1` is a flag. After a flag come `width` bits of offset. All bits from there
-# up to the next `1` are block ends. The decoder can therefore jump from flag to flag, over all block ends between them at once.
-# Then it reads the offsets of all entries in parallel.
+# The decoder must first find the flags, and not every `1` is a flag. After a flag come `width` bits of offset. All bits from there up to
+# the next `1` are block ends. The decoder can therefore jump from flag to flag, over all block ends between them at once. Then it reads the
+# offsets of all entries in parallel.
 
 # %%
 lab.show_code(tcs.decode_positions, tcs._flag_starts)
 
 # %% [markdown]
-# The paper's pseudo-code does not say where counting starts. In our code both the block index and the positions start at zero. The code
-# works for any block size $b$; an offset then takes $\lceil\log_2 b\rceil$ bits. The next cell checks on random masks that
-# the reader above, the core and the mask agree:
+# The paper's pseudo-code does not say where counting starts. Our functions count both blocks and positions from zero. (The example above
+# counts from one, as the paper does.) The block size need not be a power of two: with blocks of $s$ entries, an offset takes $\lceil\log_2
+# s\rceil$ bits. The next cell encodes random masks, and checks that the reader above and the functions of `tcs_core.py` (the *core*) both
+# give back the positions of the mask:
 
 # %% tags=["nbval-check-output"]
 generator, agreed = torch.Generator().manual_seed(seed), 0
@@ -277,17 +278,17 @@ print(f"{agreed} of 200 random masks: walk, core and mask agree")
 #
 # ## What a position costs
 #
-# We now encode random masks of exactly $K=\lceil\phi d\rceil$ entries and divide the length of the
-# code by $K$. We compare the result with three other costs per position:
+# We now encode random masks of exactly $K=\lceil\phi D\rceil$ entries and divide the length of the code by $K$. We compare the result with
+# three other costs per position:
 #
-# - a plain index, which takes $\log_2 d$ bits;
+# - a plain index, which takes $\log_2 D$ bits;
 # - a **bitmap**, which has one bit for every entry of the vector and so takes $1/\phi$ bits per position;
 # - the entropy bound. If each entry is kept with probability φ, no code can be shorter on average than
 #
 # $$\frac{H_2(\phi)}{\phi}=\log_2\frac1\phi+\frac{1-\phi}{\phi}\log_2\frac1{1-\phi}
 # \;\approx\;\log_2\frac1\phi+1.44\quad\text{for small }\phi .$$
 #
-# (For exactly $K$ entries the bound is $\log_2\binom{d}{K}/K$, which is slightly smaller if $K$ is large.)
+# (If exactly $K$ entries are kept, the bound is $\log_2\binom{D}{K}/K$. This is always smaller, but hardly so for large $K$.)
 #
 # **What do you expect?** Does a bitmap win only where more than half of the entries are kept, or earlier?
 
@@ -314,7 +315,7 @@ print(f"the code minus the formula: {above.min():+.2f} to {above.max():+.2f} bit
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 LINES = {
-    "log2_d": ("plain index, log₂ d", lab.COLOURS[7], ":"),
+    "log2_d": ("plain index, log₂ D", lab.COLOURS[7], ":"),
     "bitmap": ("bitmap, 1/φ", lab.COLOURS[1], "--"),
     "formula": ("formula, log₂(1/φ) + 2", lab.COLOURS[0], "-."),
     "entropy": ("entropy bound, H₂(φ)/φ", lab.COLOURS[3], (0, (6, 1, 1, 1, 1, 1))),
@@ -333,7 +334,7 @@ def curves(ax, table: pd.DataFrame, every: int, title: str) -> None:
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 fig, axes = plt.subplots(1, 2, figsize=(9.2, 4.2), layout="constrained")
-curves(axes[0], table, 4, f"cost of a position, d = {measured_dimension:,}")
+curves(axes[0], table, 4, f"cost of a position, D = {measured_dimension:,}")
 axes[0].set(xscale="log", ylim=(0, 23))
 curves(axes[1], zoom, 8, "where a bitmap wins (shaded)")
 lost = zoom["counted"] > zoom["bitmap"]
@@ -344,16 +345,15 @@ fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", nco
 lab.show_figures()
 
 # %% [markdown]
-# The counted bits follow the formula in steps. An offset takes a whole number of bits, so between two
-# powers of two a position costs up to one bit more. (Real messages avoid these steps: `tcs.block_for` chooses the
-# power of two that gives the shortest code.) In the left picture the bitmap is far too expensive at small φ. The right picture
-# enlarges the range of large φ, where the bitmap wins.
+# The counted bits follow the formula in steps. An offset takes a whole number of bits, so between two powers of two a position costs up to
+# one bit more. (Real messages avoid these steps: `tcs.block_for` chooses the power of two that gives the shortest code.) In the left
+# picture the bitmap is far too expensive at small φ. The right picture enlarges the range of large φ, where the bitmap wins.
 #
 # ## Where the entries are does not matter
 #
-# The flags and offsets depend only on the number of entries, and the block ends only on the number of blocks. So the length of a code
-# depends on $K$ and $d$ alone. The paper states the cost as an average, but it is always the same, and a receiver knows the size
-# of a message beforehand.
+# How many bits flags and offsets take depends only on the number of entries and the block size. The number of block ends is the number of
+# blocks. So the length of a code depends only on $K$, $D$ and the block size, and not on where the entries are. The paper states the cost
+# as an average, but it is always the same, and a receiver knows the size of a message beforehand.
 
 # %% tags=["nbval-check-output"]
 k = 1000
@@ -364,27 +364,28 @@ for name, where in heaps.items():
     print(f"{name:14s} {len(tcs.encode_positions(where, measured_dimension, 1000)):,} bits")
 
 # %% [markdown]
-# The code has the same length in all three cases. This has a price: entries that lie close together cost as much as scattered ones.
-# Schemes whose names end in `+` use a different code, which is shorter if entries lie close together
-# ([notebook 10b](10b_fewer_bytes.ipynb)).
+# The code has the same length in all three cases. This has a price: entries that lie close together cost as much as scattered ones. Schemes
+# whose names end in `+` use a different code, which is shorter if entries lie close together ([notebook 10b](10b_fewer_bytes.ipynb)).
 #
 # ## What it is worth in a scheme
 #
-# With top-K, every value needs a position. TCS sends positions only for the entries of its local mask, which is one entry in eleven.
-# The paper's *bit budget* is the number of bits that a client sends per parameter and local iteration. The table shows the share of
-# positions in it, with values of 32 and of 5 bits. The last column shows the budget if each position were a plain index.
+# With top-K, every value needs a position. TCS sends positions only for the entries of its local mask, which are one in eleven of the
+# entries that a client sends. The paper's *bit budget* is the number of bits that a client sends per parameter and local iteration. The
+# table shows the share of positions in it, with values of 32 and of 5 bits. The last column shows the budget if each position were a plain
+# index.
 
 # %%
 display(Markdown(lab.markdown(pd.DataFrame([budget_of(name) for name in share]))))
 
 # %% [markdown]
-# Once a value takes only 5 bits, positions are most of the budget of top-K, but still a small part of the budget of TCS. So, as the
-# paper points out, TCS gains more from short values than top-K does. Plain indices would lengthen the messages of top-K-Q5 most.
+# Once a value takes only 5 bits, positions are most of the budget of top-K, but still a small part of the budget of TCS. So, as the paper
+# points out, TCS gains more from short values than top-K does. In proportion, plain indices would lengthen the messages of top-K-Q5 most,
+# to about twice their size.
 #
 # ## What the code does not do
 #
-# The code does not detect damage. A flipped bit is noticed only if the result is no longer a valid code. We flip each bit of
-# the example in turn and decode:
+# The code does not detect damage. A flipped bit is noticed only if the result is no longer a valid code. We flip each bit of the example in
+# turn and decode:
 
 # %% tags=["nbval-check-output"]
 noticed = 0
@@ -398,16 +399,17 @@ for i in range(len(bits)):
 print(f"{noticed} of {len(bits)} flips are noticed, {len(bits) - noticed} give other positions")
 
 # %% [markdown]
-# Some flips raise an error, because the number of block ends is wrong or the entries are out of order. The others move an
-# entry without notice. A real message therefore has a checksum around the code ([notebook 10](10_bits_on_the_wire.ipynb)).
+# Some flips raise an error, because the code ends in the middle of an entry, the number of block ends is wrong, or a position is repeated
+# or out of order. The others move an entry without notice. A real message therefore has a checksum around the code ([notebook
+# 10](10_bits_on_the_wire.ipynb)).
 #
 # ## Claim
 #
 # 1. The example gives the code that the paper prints, and it decodes.
-# 2. Where $1/\phi$ is a power of two (and divides $d$), the formula holds exactly, without a tolerance.
+# 2. Where $1/\phi$ is a power of two (and divides $D$), the formula holds exactly, without a tolerance.
 # 3. Elsewhere the counted bits and the formula differ by at most one bit, because an offset takes a whole number of bits.
 # 4. At the paper's size (ResNet-18 and φ = 0.001) they agree within 0.5 %, and a position costs
-#    about half of $\log_2 d$.
+#    about half of $\log_2 D$.
 
 # %%
 example = "".join(map(str, tcs.encode_positions(torch.tensor([0, 2, 9]), 12, 4).tolist()))
@@ -536,19 +538,20 @@ print(
 )
 first = zoom[lost]["phi"].min()
 print(
-    f"What surprised us: a bitmap is shorter from φ = {first:.3f} on, although by the formula it is so only above 0.25."
+    f"What surprised us: between φ = {first:.3f} and {wins.min():.3f} a bitmap is already shorter, although by the formula it is so only above 0.25."
 )
 print(
     f"From φ = {wins.min():.3f} to {wins.max():.3f} the code is again as short as a bitmap or shorter."
 )
 
 # %% [markdown]
-# By the formula, a bitmap is shorter above φ = 1/4, where $\log_2(1/\phi)+2=1/\phi$. But with blocks of 5 entries an offset takes 3
-# bits, which would be enough for 8 entries. So the bitmap is already shorter near φ = 1/5. With blocks of 4 entries the code is again
-# as short as the bitmap or shorter, up to φ = 1/4. No scheme of the paper comes near this range: its largest φ is 0.01.
+# By the formula, a bitmap is shorter above φ = 1/4, where $\log_2(1/\phi)+2=1/\phi$. But a block has a whole number of entries, so $1/\phi$
+# is rounded. Near φ = 1/5, blocks have 5 entries, and an offset takes 3 bits, which would be enough for 8 entries. So the bitmap is already
+# shorter near φ = 1/5. With blocks of 4 entries the code is again as short as the bitmap or shorter, up to φ = 1/4. No scheme of the paper
+# comes near this range: its largest φ is 0.01.
 #
 # The idea of this code is older than federated learning. Elias and Fano stored sorted lists of numbers in the same way, with offsets in
-# binary and block numbers in unary. Search engines still use their code.
+# binary and block numbers in unary.
 #
 # Next, [07_fractional_quantization](07_fractional_quantization.ipynb) looks at the other half of a message: the values.
 

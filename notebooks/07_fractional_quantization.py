@@ -9,31 +9,31 @@
 # %% [markdown]
 # # 07 · Send a value in five bits
 #
-# **In short.** The paper's quantizer sends one bit for the sign of a value, and four bits that say in which of 16 intervals its
-# magnitude lies. The receiver replaces the magnitude by the mean of its interval. In each interval, the lower end is the same fraction σ
-# of the upper end. Every value except zero therefore arrives with a relative error of at most (1 − σ)/σ. For the messages below, this
-# bound lies between about one half and one and a half, and no smaller bound holds for all possible messages. What a message loses stays with the client, as
-# part of its errors, and is sent later. With five bits, a plain uniform quantizer leaves a smaller error of the message as a whole. The
-# strength of the paper's quantizer is that *small* values also arrive with a limited relative error.
+# **In short.** The paper's quantizer sends one bit for the sign of a value, and four bits that say in which of 16 intervals its magnitude
+# lies. The receiver replaces the magnitude by the mean of its interval. In every interval, the lower end is σ times the upper end, and σ is
+# the same number for all intervals. Every value except zero therefore arrives with a relative error of at most (1 − σ)/σ. For the messages
+# on this page, the median of this bound is 0.77. No smaller bound holds for all possible messages. What a message loses stays with the
+# client, as part of its errors, and is sent later. With five bits, a plain uniform quantizer leaves a smaller error of the message as a
+# whole. The strength of the paper's quantizer is that *small* values also arrive with a limited relative error.
 #
 # After this notebook you will be able to
 #
 # - find the interval of a value, and turn codes back into values,
 # - say which errors are bounded, and where another quantizer does better.
 #
-# **Claim (Sec. II-F, Eq. 20–23).** Fractional quantization sends a value as its sign and the number of one
-# of $P=2^{q-1}$ intervals. Every value except zero, large or small, arrives with an error of at most
-# $(1-\sigma)/\sigma$ times its magnitude.
+# **Claim (Sec. II-F, Eq. 20–23).** Fractional quantization uses q bits for a value: one for its sign, and the others for the number of one
+# of $P=2^{q-1}$ intervals. Every value except zero, large or small, arrives with an error of at most $(1-\sigma)/\sigma$ times its
+# magnitude.
 #
-# TCS-L4-Q5, the scheme of the paper that sends the fewest bits, uses q = 5 bits per value. We take the values that
-# the clients of a small TCS training really send, quantize them and compare the errors with the bound. Then we compare the method
-# with three other quantizers at the same q, and count the bits of everything that must be sent.
+# TCS-L4-Q5, the scheme of the paper that sends the fewest bits, uses q = 5 bits per value. We take the values that the clients of a small
+# TCS training really send, quantize them and compare the errors with the bound. Then we compare the method with three other quantizers at
+# the same q, and count the bits of everything that must be sent.
 #
-# *Run time*: about 15 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb), which explains masks and
-# errors. Positions are the subject of [06_sparse_encoding](06_sparse_encoding.ipynb).
+# *Run time*: about 15 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb), which explains masks and errors. Positions are the
+# subject of [06_sparse_encoding](06_sparse_encoding.ipynb).
 #
-# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The one under *Parameters* holds the values
-# that you can change.
+# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The one under *Parameters* holds the values that
+# you can change.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
@@ -55,12 +55,12 @@ torch.set_num_threads(1)
 # ## Parameters
 #
 # You can change any of these values and run all cells again. The sections *Claim* and *What we saw* are computed anew in every run. The
-# text between the cells describes the results for the values below, so it may no longer fit. Three changes to try:
+# text between the cells describes the results of the original values, so it may no longer fit. Three changes to try:
 #
 # - `value_bits = 8` cuts the same range into 128 intervals, so the bound becomes much smaller. But 128 means must be sent, too, and
 #   they take about a third of the message.
 # - `width = 32` makes the network larger and the messages longer. The means then cost fewer bits per value.
-# - `cut = 1e-2` treats more values as zeros. The intervals become narrower, and more values are dropped.
+# - `cut = 1e-2` changes the section *One small value sets all intervals*. More values are then treated as zeros there, and the intervals become narrower.
 
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 profile = "ci"  # stands in the run's configuration; nothing is written
@@ -102,9 +102,9 @@ print(lab.forecast_trainings([small]))
 # %% [markdown]
 # ## The values that clients send
 #
-# A client **intends** to send its model difference plus the errors that it kept from earlier rounds. It really sends
-# only the entries in the global mask (which comes from the last update) and in its own local mask. For every client, the
-# function `look` collects the intended vector and the positions that the client sends:
+# A client **intends** to send its model difference plus the errors that it kept from earlier rounds. It really sends only the entries in
+# the global mask (which comes from the last update) and in its own local mask. For every client, the function `look` collects the intended
+# vector and the positions that the client sends:
 
 
 # %%
@@ -135,13 +135,13 @@ least, most = (lab.format_number(float(end), 2) for end in u.abs().aminmax())
 print(f"magnitudes from {least} to {most} in the example")
 
 # %% [markdown]
-# The magnitudes span several powers of ten. An entry of the global mask had a large value in the last update, which is the average of
-# *all clients*. The value that a single client has there now may be tiny.
+# The magnitudes span several powers of ten. An entry of the global mask had a large value in the last update, which is the average of *all
+# clients*. The value that a single client has there now may be tiny.
 #
 # ## The intervals
 #
-# Let $u$ be the values of one message, and $u_{max}$ and $u_{min}$ their largest and their smallest non-zero magnitude. The range
-# between the two is cut into $P$ intervals. In all of them, the lower end divided by the upper end is the same **ratio** $\sigma$:
+# Let $u$ be the values of one message, and $u_{max}$ and $u_{min}$ their largest and their smallest non-zero magnitude. The range between
+# the two is cut into $P$ intervals. In all of them, the lower end divided by the upper end is the same **ratio** $\sigma$:
 #
 # $$I_p=\left(\sigma^{p}\,u_{max},\;\sigma^{p-1}\,u_{max}\right],\qquad
 # \sigma=\left(\frac{u_{min}}{u_{max}}\right)^{1/P},\qquad p=1,\dots,P .$$
@@ -186,9 +186,9 @@ fig.legend(loc="outside lower center", ncols=4, frameon=False)
 lab.show_figures()
 
 # %% [markdown]
-# On the logarithmic axis all intervals have the same width. The values of the local mask are all at the right
-# end, since they are the largest ones outside the global mask. Most other values lie in the right half of the axis,
-# and the intervals on the left are nearly empty. This shows a weakness: the single smallest value decides how wide all intervals are.
+# On the logarithmic axis all intervals have the same width. The values of the local mask are all at the right end, since they are the
+# largest ones outside the global mask. Most other values lie in the right half of the axis, and the intervals on the left are nearly empty.
+# This shows a weakness: the single smallest value decides how wide all intervals are.
 #
 # ## One message
 #
@@ -218,8 +218,8 @@ print(
 #
 # $$|Q(u)-u|\;\le\;\gamma\,|u|,\qquad \gamma=\frac{1-\sigma}{\sigma}.$$
 #
-# A value at the lower end of its interval can arrive too large by up to $\gamma$. A value at the upper end can arrive too small by at
-# most $1-\sigma$, which is less.
+# A value at the lower end of its interval can arrive too large by up to $\gamma$. A value at the upper end can arrive too small by at most
+# $1-\sigma$, which is less.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 fig, ax = plt.subplots(figsize=(8.4, 3.8), layout="constrained")
@@ -235,8 +235,8 @@ fig.legend(loc="outside lower center", ncols=3, frameon=False)
 lab.show_figures()
 
 # %% [markdown]
-# The points of each interval form one falling branch, and all points lie between the two lines. Relative to their size, small values
-# are treated no worse than large ones. The next cell measures the errors in the messages of all clients and rounds. For each message it
+# The points of each interval form one falling branch, and all points lie between the two lines. Relative to their size, small values are
+# treated no worse than large ones. The next cell measures the errors in the messages of all clients and rounds. For each message it
 # computes `sigma`, the bound `gamma`, the largest relative error of one value, and the relative error of the whole message as a vector,
 # $\|Q(u)-u\|/\|u\|$. It then prints the smallest, the median and the largest of each.
 
@@ -263,8 +263,8 @@ print(checked.describe().loc[["min", "50%", "max"]].round(2).to_string())
 print(f"In no message did the error of a value exceed {used:.0%} of the bound.")
 
 # %% [markdown]
-# In every message, the largest error of one value is below the bound. But look at `gamma` itself. If σ is below 1/2, then
-# γ is above 1, and the bound allows an error that is larger than the value itself.
+# In every message, the largest error of one value is below the bound. But look at `gamma` itself. If σ is below 1/2, then γ is above 1, and
+# the bound allows an error that is larger than the value itself.
 #
 # ## The bound is tight
 #
@@ -285,18 +285,17 @@ for copies in (1, 10, 100, 1000):
 #
 # ## Other quantizers
 #
-# Is the paper's quantizer better than others that use as many bits? We compare it with three. Each function below returns the values
-# that the receiver gets, and the number of bits sent, including everything that the receiver needs besides the codes.
+# Is the paper's quantizer better than others that use as many bits? We compare it with three. Each function below returns the values that
+# the receiver gets, and the number of bits sent, including everything that the receiver needs besides the codes.
 #
 # - **Fractional** is the quantizer of the paper.
 # - **Uniform** uses intervals of equal width instead of equal ratio. The receiver replaces a value by the middle of its interval, so
 #   only the width must be sent.
 # - **Natural** replaces a value by the nearest power of two, where "nearest" is meant on a logarithmic scale. The largest of these powers
 #   is sent, too.
-# - **Scaled sign** sends only the sign of each value, and one mean magnitude for each block of values. The blocks are so short that
-#   it uses as many bits as the others.
+# - **Scaled sign** sends only the sign of each value, and one mean magnitude for each block of values. The blocks are so short that it uses about q bits per value, as the uniform and the natural quantizer do. (The fractional one needs more, for its means.)
 #
-# **What do you expect?** At q = 5, which quantizer leaves the smaller error of the whole message, fractional or uniform?
+# **What do you expect?** With which of these quantizers does a small value arrive with a small relative error?
 
 
 # %%
@@ -365,21 +364,21 @@ display(Markdown(lab.markdown(text)))
 # %% [markdown]
 # The two pictures have different winners.
 #
-# For the message as a whole (left), *uniform* is best from two bits on. Nearly all of the norm comes from the large values, and
-# the uniform intervals are narrow compared with these.
+# For the message as a whole (left), *uniform* is best from two bits on. Nearly all of the norm comes from the large values, and the uniform
+# intervals are narrow compared with these.
 #
-# The right picture shows the relative error that 95 % of the values stay below. Here fractional quantization is best with two or three bits per
-# value, and again from about six bits on. Uniform intervals give all values in the lowest interval the same magnitude, however small
-# they are. With four or five bits per value, natural quantization is as good or better. One reason is that it sends no means, which are a
-# noticeable part of these short messages.
+# The right picture shows the relative error that 95 % of the values stay below. Here fractional quantization is best with two or three bits
+# per value, and again from about six bits on. Uniform intervals give all values in the lowest interval the same magnitude, however small
+# they are. If between four and five bits are really sent per value, natural quantization is as good or better. One reason is that it sends
+# no means, which are a noticeable part of these short messages.
 #
-# Natural quantization is the worst method with one or two bits. It stops improving once its powers of two cover all values. At q = 1 there is a
-# single interval, and fractional quantization *is* the scaled sign.
+# Natural quantization is the worst method with one or two bits. It stops improving once its powers of two cover all values. At q = 1 there
+# is a single interval, and fractional quantization *is* the scaled sign.
 #
 # ## One small value sets all intervals
 #
-# σ depends only on the largest and the smallest value. What happens if we treat all values below `cut` times the largest one as
-# zeros and do not send them? The intervals become narrower. The dropped values are not lost, since they stay in the client's errors.
+# σ depends only on the largest and the smallest value. What happens if we treat all values below `cut` times the largest one as zeros and
+# do not send them? The intervals become narrower. The dropped values are not lost, since they stay in the client's errors.
 
 # %%
 rows = []
@@ -402,8 +401,8 @@ print((100 * trim).round(1).astype(str).add(" %").to_string())
 #
 # ## Edge cases
 #
-# The quantizer must accept zeros, equal values, a single value and a single interval, and be exact where that is
-# possible. It must refuse NaN, and a message without values.
+# The quantizer must accept zeros, equal values, a single value and a single interval, and be exact where that is possible. It must refuse
+# NaN, and a message without values.
 
 # %% tags=["nbval-check-output"]
 nan = float("nan")
@@ -424,8 +423,8 @@ print(f"{'P = 1':12s}1, 2, −6 -> {', '.join(map(lab.format_number, one.tolist(
 #
 # ## Nothing is lost
 #
-# The difference between a value and what arrives of it goes into the client's errors, together with the entries that were not
-# sent at all. In the next round, the client adds its errors to what it intends to send. So this equation holds for every client $n$:
+# The difference between a value and what arrives of it goes into the client's errors, together with the entries that were not sent at all.
+# In the next round, the client adds its errors to what it intends to send. So this equation holds for every client $n$:
 #
 # $$\text{sent}_n+\text{errors}_n=\text{intended}_n .$$
 #
@@ -446,14 +445,14 @@ off_by = lab.format_number(float((average_D - server_D).abs().max()), 1)
 print(f"the server's update differs from the average of what was sent by at most {off_by}")
 
 # %% [markdown]
-# If σ ≥ 1/2, the equation holds bit for bit. A value and its mean then differ at most by a factor of two, and
-# the difference of two such floats is computed without rounding. For smaller σ, there may be one rounding error.
+# If σ ≥ 1/2, the equation holds bit for bit. A value and its mean then differ at most by a factor of two, and the difference of two such
+# floats is computed without rounding. For smaller σ, there may be one rounding error.
 #
 # ## One quantizer for all values, or two?
 #
-# The paper says that the error becomes smaller if values are quantized in blocks. Our implementation (`tcs_core.py`) quantizes all
-# values of a message together, those in the shared mask (the global one) and those in the client's own (local) mask. Here we
-# compare this with quantizing each of the two groups by itself. A second group costs another P means of 32 bits.
+# The paper says that the error becomes smaller if values are quantized in blocks. Our implementation (`tcs_core.py`) quantizes all values
+# of a message together, those in the shared mask (the global one) and those in the client's own (local) mask. Here we compare this with
+# quantizing each of the two groups by itself. A second group costs another P means of 32 bits.
 
 
 # %%
@@ -481,7 +480,7 @@ claim.judge("shared and own values have a smaller error if they are quantized se
 #    the means to float32.)
 # 2. The bound is tight: in the example with 1000 copies, the error is at least 99.8 % of the bound.
 # 3. What a client sends plus its new errors is what it intended to send, up to one rounding error, and exactly if σ ≥ 1/2.
-# 4. The formula for the bits of TCS-LF-Q5 gives the number in the paper's Table 2: 0.067 bits per parameter and local iteration.
+# 4. For TCS-LF-Q5 (TCS with a minimum for every layer and five bits per value), the formula for the bits gives the number in the paper's Table 2: 0.067 bits per parameter and local step.
 # 5. With one interval, values that are not zero arrive as with the scaled sign.
 
 # %%
@@ -584,15 +583,15 @@ for q in sorted({3, value_bits} & set(compared_bits)):
     print(f"The error of the whole message with q = {q}: {', '.join(pairs)}")
 
 # %% [markdown]
-# The bound holds and cannot be improved, but that does not make this quantizer the best one. With the same number of bits, a
-# plain uniform quantizer leaves a smaller error of the whole message on these values. Fractional
-# quantization limits the relative error of *small* values, too, and from four bits on, natural quantization does so as well. The paper
-# wants this because it is fair to layers whose values are small. Whether a training profits from it is not measured here.
+# The bound holds and cannot be improved, but that does not make this quantizer the best one. With the same number of bits, a plain uniform
+# quantizer leaves a smaller error of the whole message on these values. Fractional quantization limits the relative error of *small*
+# values, too, and from four bits on, natural quantization does so as well. The paper wants this because it is fair to layers whose values
+# are small. Whether a training profits from it is not measured here.
 #
 # Next, [08_tables_and_curves](08_tables_and_curves.ipynb) shows TCS-L4-Q5 beside the other schemes.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(
-    f"Made with {lab.describe_core()} and torch {torch.__version__}, on {data.label}. "
+    f"Made with {lab.describe_core()} and torch {torch.__version__}, on {data.label} data. "
     f"The {len(all_sent)} messages come from one run."
 )

@@ -9,10 +9,10 @@
 # %% [markdown]
 # # 08 · Draw a table of the paper, and its curves
 #
-# [00_reproduce](00_reproduce.ipynb) shows all tables of the paper on one page. This notebook draws a single table, for a training of your
-# choice, and explains its columns and curves. As it stands, it draws Table 1 from the stored results (*records*) of profile `evidence`, and
-# trains nothing. (A *profile* is a file that says how large the trainings are.) The grey bars are folded code cells: click one to open it.
-# The second one holds the settings.
+# [00_reproduce](00_reproduce.ipynb) shows all tables of the paper on one page. This notebook draws one table of your choice, and explains
+# its columns and curves. As it stands, it draws Table 1 from the stored results (*records*) of profile `evidence`, and trains nothing. (A
+# *profile* is a file that says how large the trainings are.) The grey bars are folded code cells: click one to open it. The second one
+# holds the settings.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import math
@@ -121,7 +121,7 @@ said = [f"- {what}: {', '.join(groups[word])}." for word, what in words.items() 
 if said:
     start = (
         "**In short.** We compare the final test accuracy of each scheme with that of centralized training, which is called the "
-        "*Baseline*. This is where the schemes end, judged by the 95 % intervals of the differences:"
+        "*Baseline*. A scheme is in one of the first two groups if the whole 95 % interval of its difference says so, and else in the last one:"
     )
     display(Markdown("\n".join([start, "", *said])))
 if records:
@@ -134,15 +134,17 @@ else:
     print("There are no curves, because there is no record yet.")
 
 # %% [markdown]
-# The left picture shows test accuracy by epoch. Each curve is the mean of a scheme's trials, with a band of one standard deviation. The right
-# picture enlarges the last points, with the best scheme at the top. The learning rate drops after half and after three quarters of the
-# epochs. In profile `evidence` the curves rise at epoch 80, the last one, because the test set changes there. All earlier epochs are tested
-# on the 10,000 test images alone. The last epoch is tested on 35,000 images, which include the training images that no run trained on.
+# The left picture shows test accuracy by epoch. Each curve is the mean of a scheme's trials, with a band of one standard deviation. The
+# right picture enlarges the last points, with the best scheme at the top. The learning rate drops after half and after three quarters of
+# the epochs. In profile `evidence` the curves rise at epoch 80, the last one, because the test set changes there. All earlier epochs are
+# tested on the 10,000 test images alone. The last epoch is tested on 35,000 images: the test images, and 25,000 training images of CIFAR-10
+# that no run trains on.
 #
 # **Claim of the paper (Tables 1–3, Figs. 3–5).** Federated training with time-correlated sparsification (TCS) reaches the accuracy of
-# centralized training. Each client sends only about 1/100 of the bits with TCS, and 1/2000 with TCS-L4-Q5. In these names, -L4 means four
-# local steps per round, and -Q5 means values of 5 bits. The list at the top says how far the claim holds here.
-# [13_evidence](13_evidence.ipynb) judges it.
+# centralized training. Compared with training without compression, each client sends only about 1/100 of the bits with TCS, and 1/2000 with
+# TCS-L4-Q5. In these names, -L4 means four local steps per round, and -Q5 means values of 5 bits. (-LF gives every layer a minimum in the
+# shared mask and in the clients' own masks, -PLF in the shared mask only.) The list at the top says how far the part on accuracy holds
+# here, and the section *Claim* has the bits. [13_evidence](13_evidence.ipynb) judges it.
 #
 # ## Draw another one
 #
@@ -157,25 +159,26 @@ else:
 #
 #     uv run papermill notebooks/08_tables_and_curves.ipynb results/quick/table1.ipynb -f params/table1.yaml -f params/quick.yaml
 #
-# The files `params/table1.yaml` to `table3.yaml` say **what** is compared, and the profiles (`params/quick.yaml` and others)
-# say **how large** the runs are. Both kinds of file may contain any setting. If two files set the same value, the later `-f` wins. Where a
-# setting is `None`, it comes from these files, or else from the paper.
+# The files `params/table1.yaml` to `table3.yaml` say **what** is compared, and the profiles (`params/quick.yaml` and others) say **how
+# large** the runs are. Both kinds of file may contain any setting. If two files set the same value, the later `-f` wins. If a setting in
+# the second grey bar is `None`, its value comes from these files, or else from the paper.
 #
-# The table and the profile together give a list of runs, one for each scheme and seed. Each run leaves one JSON
-# record under `results/<profile>/runs/`. A record that already exists is used again, so that tables can share
-# runs and an interrupted table continues where it stopped.
+# The table and the profile together give a list of runs, one for each scheme and seed. Each run leaves one JSON record under
+# `results/<profile>/runs/`. A record that already exists is used again, so that tables can share runs and an interrupted table continues
+# where it stopped.
 #
-# The table and its curves are saved in `results/<profile>/`. In three cases they are only shown: if you change a setting of the profile, if
-# a new profile has no record yet for one of the schemes, or if the folder cannot be written.
+# The table and its curves are saved in `results/<profile>/`. In three cases they are only shown, and not saved: if you change a setting of
+# the profile in this notebook, if some schemes of a profile have no records and the notebook does not make them, or if the folder cannot be
+# written.
 #
-# *Run time*: seconds as it stands, and 1 to 2 minutes per table in profile `quick`. *Read before*: the README.
-# Notebook [09_your_own_scheme](09_your_own_scheme.ipynb) explains all suffixes in the names of schemes.
+# *Run time*: seconds as it stands, and 1 to 2 minutes per table in profile `quick`. *Read before*: the README. Notebook
+# [09_your_own_scheme](09_your_own_scheme.ipynb) explains all suffixes in the names of schemes.
 
 # %% [markdown]
 # ## The table
 #
-# The table lists accuracies, and their differences from the Baseline (centralized training) in percentage points with 95 % intervals. How an
-# interval is computed depends on where the numbers come from:
+# The table lists accuracies, and their differences from the Baseline (centralized training) in percentage points with 95 % intervals. How
+# an interval is computed depends on where the numbers come from:
 #
 # - In profile `evidence`, our intervals come from one statistical model of all its runs. This model was planned before the first of them,
 #   and notebook [13](13_evidence.ipynb) uses it to judge the claims.
@@ -188,29 +191,28 @@ else:
 # $$\frac{q\,(\phi_{global}+\phi_{local})+\phi_{local}\,(\log_2(1/\phi_{local})+2)}{H}$$
 #
 # Here q is the number of bits per value, the φ are the fractions of entries that the global mask and the local mask keep, and H is the
-# number of local steps per round. *Sent* is counted in the encoded messages of one client. Both leave out the warm-up (the first
-# epochs, in which nothing is compressed). With -Q5, a message also holds 16 mean values, and the number of entries is always rounded up to a
-# whole number. In a small model, *sent* can therefore be visibly larger than the formula.
+# number of local steps per round. *Sent* is counted in the encoded messages of one client. Both leave out the warm-up (the first epochs, in
+# which nothing is compressed). With -Q5, values are sorted into 16 intervals, and a message also holds the mean of each interval. In all
+# schemes, the number of entries is rounded up to a whole number. In a small model, *sent* can therefore be visibly larger than the formula.
 #
-# The csv file of the table has further columns, such as the bits including the warm-up, the bits of the server's messages, and the training
+# The csv file of the table has more columns, such as the bits including the warm-up, the bits of the server's messages, and the training
 # loss of the last epoch, which shows how far a training has converged.
 
 # %%
 display(Markdown(lab.prevent_line_breaks(text)))
 
 # %% [markdown]
-# There is one row per scheme, in the paper's order, and n is the number of trials. The last column says how many megabytes one client sends
-# and receives in the whole run, warm-up included.
+# There is one row per scheme, in the paper's order, and n is the number of trials.
 #
 # ## Claim
 #
-# The bit budget does not depend on the size of a run, so our formula must agree with the numbers that the paper prints. We require agreement
-# within 0.4 %, or after rounding to the printed digits (the paper cuts 0.36397 off to 0.363, and rounds 0.4064 to 0.41).
-# Training without compression sends 32 bits per parameter. The formula gives 1/88 of this for TCS and 1/1,910 for TCS-L4-Q5, to three
-# digits. Accuracy depends on the profile, so the next cell does not check it.
+# The bit budget does not depend on the size of a run, so what we calculate by the formula must agree with the numbers that the paper
+# prints. We require that they agree within 0.4 % (for TCS, the paper prints 0.363 for 0.36397), or after rounding (for top-K, it prints
+# 0.41 for 0.4064). Training without compression sends 32 bits per parameter. The formula gives about 1/88 of this for TCS and 1/1,910 for
+# TCS-L4-Q5. Accuracy depends on the profile, so the next cell does not check it.
 #
-# One number of the paper is doubtful. It prints two standard deviations for the same runs: TCS at the learning rate 0.5 has 92.44 ± 0.143 in
-# Table 1 and 92.44 ± 0.128 in Table 3. We repeat in each table what the paper prints there.
+# One number of the paper is doubtful. It prints two standard deviations for the same runs: TCS at the learning rate 0.5 has 92.44 ± 0.143
+# in Table 1 and 92.44 ± 0.128 in Table 3. We repeat in each table what the paper prints there.
 
 # %%
 printed = summary.dropna(subset=["paper_bits", "formula_bits"])
@@ -222,7 +224,7 @@ for row in printed.itertuples():
     assert rounded or near or changed, f"{row.scheme}: {row.formula_bits} is not {row.paper_bits}"
 finished = summary["n"].sum()
 print(
-    f"{len(printed)} bit budgets were compared with the paper's. {finished} of {len(records)} runs finished without diverging."
+    f"{len(printed)} bit budgets agree with the paper's. {finished} of {len(records)} runs finished without diverging."
 )
 
 # %% [markdown]
@@ -247,7 +249,8 @@ for row in summary.itertuples():
     print(f"{row.scheme:20s} {level}, difference {gap}{bits}")
 
 # %% [markdown]
-# The authors' published code differs from the paper's text in two points. Only the authors can tell with which of them they made these tables:
+# The authors' published code differs from the paper's text in two points. We do not know whether they made their tables as the text says or
+# as the code does:
 #
 # - The suffix `-LF` guarantees every layer a part of the global mask. In the text and in our runs, this mask comes from the last update. In
 #   the published code, it comes from the weights. Our name for this variant is `-WLF`.
@@ -255,8 +258,7 @@ for row in summary.itertuples():
 #   published code, they are in units of gradients, which gives other results when the learning rate changes. Our name for this variant is
 #   `-GE`.
 #
-# The paper's claims are judged in [13_evidence](13_evidence.ipynb). Next, [09_your_own_scheme](09_your_own_scheme.ipynb) shows how to add a
-# scheme of your own to this table.
+# Next, [09_your_own_scheme](09_your_own_scheme.ipynb) shows how to add a scheme of your own to this table.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(f"Shown with {lab.describe_core()}. {lab.describe_provenance(records)}")

@@ -489,5 +489,5 @@ for name in ("TCS", "TCS-Average"):
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 made = records[0]["provenance"]
 print(
-    f"Made with {lab.describe_core()} and torch {made['torch']}, on {label}. Each scheme has n = {seeds} seeds."
+    f"Made with {lab.describe_core()} and torch {made['torch']}, on images ({label}). Each scheme has n = {seeds} seeds."
 )

@@ -10,15 +10,15 @@
 # # 10 · Count every byte on the wire
 #
 # **In short.** The paper's formula gives the number of bits of a client's message correctly, within 0.20 % at the paper's size. But the
-# formula covers only what clients send to the server (the uplink) after the dense warm-up. In TCS-L4-Q5, which is TCS with four local
-# steps per round and five bits per value, this is 4 % of the whole traffic. By the formula, this scheme sends 1,910 times fewer bits
-# than dense training. If we include the dense warm-up, the factor for the uplink is 214. If we also include what the server sends to
-# the clients (the downlink), it is 139. (This is for the paper's network and its 300 epochs, of which 5 are dense. README gives the factor for our own
-# training of 80 epochs, of which one is dense.)
+# formula covers only what clients send to the server (the uplink), and only after the *dense warm-up*, the first epochs, in which all
+# entries are sent. Take TCS-L4-Q5, which is TCS with four local steps per round and five bits per value: what the formula covers is 4 % of
+# its whole traffic. By the formula, this scheme sends 1,910 times fewer bits than dense training. If we include the dense warm-up, the
+# factor for the uplink is 214. If we also include what the server sends to the clients (the downlink), it is 139. (This is for the paper's
+# network and its 300 epochs, of which 5 are dense.)
 #
-# **Claim (last column of Tables 1 and 2, Sec. II-E).** TCS-L4-Q5 sends 0.01675 bits per parameter
-# and local iteration, which is 1/1,910 of dense training. Messages that can be decoded confirm this within 0.5 % for
-# **one client's uplink after the warm-up**. The whole training, in both directions, needs more.
+# **Claim (last column of Tables 1 and 2, Sec. II-E).** TCS-L4-Q5 sends 0.01675 bits per parameter and local iteration, which is 1/1,910 of
+# dense training. We encode and decode real messages and measure their size. For **one client's uplink after the warm-up**, it agrees with
+# this number within 0.5 %. The whole training, in both directions, needs more.
 #
 # A count of bits depends on what it includes: positions, headers, the dense warm-up, the downlink. We count all of them, in four steps:
 #
@@ -27,12 +27,10 @@
 # 3. We measure messages of six schemes at the paper's size, with random values.
 # 4. We add up the traffic of a whole run.
 #
-# *Run time*: about 25 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb),
-# [06_sparse_encoding](06_sparse_encoding.ipynb),
+# *Run time*: about 25 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb), [06_sparse_encoding](06_sparse_encoding.ipynb),
 # [07_fractional_quantization](07_fractional_quantization.ipynb).
 #
-# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The one under *Parameters* holds the values
-# that you can change.
+# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
@@ -56,7 +54,7 @@ plt.rcParams["figure.dpi"] = 90
 # ## Parameters
 #
 # You can change any of these values and run all cells again. The sections *Claim* and *What we saw* are computed anew in every run. The
-# text between the cells describes the results for the values below, so it may no longer fit. Three changes to try:
+# text between the cells describes the results of the original values, so it may no longer fit. Three changes to try:
 #
 # - `message_width = 4` makes the network smaller. The message becomes shorter, and its header and means, whose sizes stay the same,
 #   become a larger part of it.
@@ -109,7 +107,7 @@ print(lab.forecast_trainings(2 * configs))
 # ## One message, taken apart
 #
 # We run a small TCS-Q5 training up to its last round. The compressor is given a *link*, an object that decides how messages are
-# transported. The link `lab.ListeningLink` also stores the messages of each round.
+# transported. Ours also stores the messages of each round.
 
 # %%
 scheme = tcs.Scheme.named("TCS-Q5")
@@ -129,7 +127,8 @@ print(
 )
 
 # %% [markdown]
-# We encode the message as the paper describes it: the means of the intervals, codes of five bits, and positions by Algorithm
+# We encode the message as the paper describes it. It contains the mean magnitude of each interval of the quantizer
+# ([07](07_fractional_quantization.ipynb)), a code of five bits for each value (its sign and its interval), and the positions by Algorithm
 # 4. But a receiver must also learn who sent the message and in which round, and whether it arrived undamaged. The paper does not say how.
 # We put a header before the code and a checksum after it:
 
@@ -159,12 +158,12 @@ rows = [[f"{a}–{b - 1}", block[a : min(b, a + 4)].hex(" ") + " …" * (b > a +
 display(Markdown(lab.markdown(pd.DataFrame(rows, columns=["bytes", "hex", "field", "value"]))))
 
 # %% [markdown]
-# A message consists of a header of sixteen bytes, the means, one stream of bits, and a checksum. The *tag* in the header is a number
-# that both participants compute from the scheme's format and the sizes of the layers. If their tags differ, the message is refused.
+# A message consists of a header of sixteen bytes, the means, one stream of bits, and a checksum. The *tag* in the header is a number that
+# both participants compute from the scheme's format and the sizes of the layers. If their tags differ, the message is refused.
 #
-# The receiver already knows the shared mask, because it has the last update. With the mask it can turn the bytes into the message again.
-# We check that this is the message that was sent, and that the average of all decoded messages of the round is the update that the
-# server sent out.
+# The receiver already knows the shared mask, because it has the last update. With the mask it can turn the bytes into the message again. We
+# check that this is the message that was sent, and that the average of all decoded messages of the round is the update that the server sent
+# out.
 
 # %%
 received = tcs.decode_message(block, wire, shared_K, sender=0, round=message.round)
@@ -183,9 +182,9 @@ print(f"The average of the {clients} decoded messages is the update, bit for bit
 # %% [markdown]
 # ## Anything else is refused
 #
-# In [06_sparse_encoding](06_sparse_encoding.ipynb) we saw that a flipped bit can move an entry without being
-# noticed. Now the message has a checksum. We damage the message in many ways and give each result to the decoder. The next output
-# shows in how many cases the decoder refuses it:
+# In [06_sparse_encoding](06_sparse_encoding.ipynb) we saw that a flipped bit can move an entry without being noticed. Now the message has a
+# checksum. We damage the message in many ways and give each result to the decoder. The next output shows in how many cases the decoder
+# refuses it:
 
 
 # %%
@@ -225,16 +224,16 @@ for name, results in (damage | {"one bit flipped, checksum corrected": forged}).
 
 # %% [markdown]
 # Everything is refused, except in the last line. There, the checksum was corrected after the flip, as an attacker would do. The decoder
-# notices this only if the result is not a valid message, for example because positions are out of order or a mean is not a
-# number. If the flip is in the code of a value, the result is another valid message. A checksum protects against
-# accidents, not against attackers. In each of these cases, the decoder either raised `ValueError` or returned a valid message.
+# notices this only if the result is not a valid message, for example because positions are out of order or a mean is not a number. If the
+# flip is in the code of a value, the result is another valid message. A checksum protects against accidents, not against attackers. In no
+# case of this output did the decoder crash: it raised `ValueError` or returned a valid message.
 #
 # ## All schemes, on real messages
 #
-# Now we run whole trainings with the setting `wire`. Every message of every client and of the server is turned into
-# bytes and decoded, and training goes on with the *decoded* message. The same trainings without `wire` only count the bits
-# of each message, round them up to bytes and add the header and checksum. We compare the accuracy, loss and traffic of every epoch,
-# which are kept in the record of a training. If both ways always agree, the counted bits are those of real messages.
+# Now we run whole trainings with the setting `wire`. Every message of every client and of the server is turned into bytes and decoded, and
+# training goes on with the *decoded* message. The same trainings without `wire` only count the bits of each message, round them up to bytes
+# and add the header and checksum. We compare the accuracy, loss and traffic of every epoch, which are kept in the record of a training. If
+# both ways always agree, the counted bits are those of real messages.
 
 # %%
 with tempfile.TemporaryDirectory() as fresh:  # no record is reused: it is this code that is checked
@@ -259,9 +258,9 @@ print(
 
 # %% [markdown]
 # The next table compares these measurements with the paper's formula (the bit budget of [06_sparse_encoding](06_sparse_encoding.ipynb)), in
-# bits per parameter and local iteration. The columns *uplink*
-# and *downlink* leave out the dense warm-up, as the formula does; *with warm-up* includes it. *Formula with means, K rounded up* also
-# counts the means of the intervals, and rounds the number of sent entries K up to a whole number.
+# bits per parameter and local iteration. The columns *uplink* and *downlink* leave out the dense warm-up, as the formula does; *with
+# warm-up* includes it. *Formula with means, K rounded up* also counts the means of the intervals, and rounds the number of sent entries K
+# up to a whole number.
 
 
 # %%
@@ -309,7 +308,7 @@ lab.show_figures()
 # small model, the means of the intervals make up most of a `-Q5` message, and the formula leaves them out. The formula that includes them
 # agrees with the measurement, as the table shows.
 #
-# The other two measurements are far to the right for every sparse scheme, because they include the dense warm-up. In these short
+# The two measurements *with warm-up*, of the uplink and of the downlink, are far to the right for every sparse scheme. In these short
 # trainings, the warm-up weighs much more than in a long one.
 #
 # If the clients choose entries of their own, the server sends more than a client does, as the table shows. It sends the *union* of all
@@ -317,8 +316,8 @@ lab.show_figures()
 #
 # ## At the paper's size
 #
-# The size of a message depends on how many values it has and on the bits per value, so no training is needed to measure it. Here
-# are messages for a ResNet-18 with all its layers. Their values are **random** and do not come from a training. The table shows bits per
+# The size of a message depends on how many values it has and on the bits per value, so no training is needed to measure it. Here are
+# messages for a ResNet-18 with all its layers. Their values are **random** and do not come from a training. The table shows bits per
 # parameter and local iteration.
 
 # %%
@@ -332,14 +331,14 @@ print(f"The model has D = {large.dimension:,} parameters in {len(large.layer_siz
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
-# All differences in the last column are below half a percent, although the messages include header, means and checksum. At this size,
-# these hardly matter.
+# All differences in the last column are below half a percent. Header, means and checksum make messages longer, but at this size they hardly
+# matter. The positions can take slightly fewer bits than in the formula, because the block size is the one that gives the shortest code.
 #
 # ## What the warm-up costs
 #
-# The paper trains for 300 epochs, of which the first five are dense. Its bit budget counts only the others. Let $w$ of $T$ epochs
-# be dense, let the sparse ones take $b$ bits per parameter and local iteration, and let $H$ be the number of local steps per round. Then the
-# average over the whole training is
+# The paper trains for 300 epochs, of which the first five are dense. Its bit budget counts only the others. Let $w$ of $T$ epochs be dense,
+# let the sparse ones take $b$ bits per parameter and local iteration, and let $H$ be the number of local steps per round. Then the average
+# over the whole training is
 #
 # $$\bar b=\frac{1}{T}\left(w\,\frac{32}{H}+(T-w)\,b\right).$$
 #
@@ -377,15 +376,15 @@ fig.legend(loc="outside right upper", frameon=False)
 lab.show_figures()
 
 # %% [markdown]
-# No scheme with $H$ local steps can have a factor above $H\,T/w$, because the warm-up alone takes so many bits. The fewer bits
-# a scheme sends per round after the warm-up, the larger the part of its factor that it loses.
+# The warm-up alone takes $32\,w/(H\,T)$ bits on average. So no scheme with $H$ local steps can have a factor above $H\,T/w$, which is 240
+# for $H=4$ here. The fewer bits a scheme sends per round after the warm-up, the larger the part of its factor that it loses.
 #
 # ## The whole run, both ways
 #
-# Besides the warm-up there is the downlink. The server sends all entries that arrived from any client. We count them as
-# if no two clients ever chose the same entry, so the real downlink is at most as large. The table shows how many times fewer
-# bits each scheme sends in the paper's schedule than dense training with one local step. Headers are included. In the last column,
-# dense training has as many local steps as the scheme.
+# Besides the warm-up there is the downlink. The server sends all entries that arrived from any client. We count them as if no two clients
+# ever chose the same entry, so the real downlink is at most as large. The table shows how many times fewer bits each scheme sends in the
+# paper's schedule than dense training with one local step. Headers are included, except in the column *uplink by the formula*. In the last
+# column, dense training has as many local steps as the scheme.
 
 # %%
 whole, rows = {}, []
@@ -407,20 +406,20 @@ for name in ("top-K", "TCS", "TCS-L4", "TCS-L4-Q5"):
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
-# The last column makes the most modest comparison. Four local steps save a factor of four in dense training, too, so they should not be credited to
-# the compression. Quantization shortens only the uplink. Most of the remaining traffic is the downlink and the
-# warm-up, and [10b_fewer_bytes](10b_fewer_bytes.ipynb) shows how to shorten both.
+# The last column makes the most modest comparison. Four local steps save a factor of four in dense training, too, so they should not be
+# credited to the compression. Quantization shortens only the uplink. Most of the remaining traffic is the downlink and the warm-up, and
+# [10b_fewer_bytes](10b_fewer_bytes.ipynb) shows how to shorten both.
 #
 # ## Claim
 #
 # The next cells check these statements.
 #
 # 1. A message decodes to what was encoded. Every damaged message above is refused, unless its checksum was corrected.
-# 2. In every epoch of every training, the average uplink message has its counted bits divided by 8, plus header and checksum, plus at most one
-#    byte of rounding. Trainings that send real messages give the same records as those that only count bits.
+# 2. In every epoch of every training, the average uplink message is as long in bytes as its counted bits divided by 8, plus header and checksum, except
+#    that it may be up to one byte longer by rounding. Trainings that send real messages give the same records as those that only count bits.
 # 3. At the paper's size, TCS, TCS-L4-Q5 and top-K are within 0.5 % of the formula. This tolerance leaves room for means, header
 #    and checksum.
-# 4. With the paper's warm-up, the factor of TCS-L4-Q5 falls from 1,910 to a number between 213 and 214.
+# 4. With the paper's warm-up, the factor of TCS-L4-Q5 falls from 1,910 to 214 (more exactly, to a number between 213 and 214).
 
 
 # %%
@@ -470,12 +469,12 @@ print(
 )
 
 # %% [markdown]
-# The paper's formula is right, but it describes only a part of what a training sends. In the scheme with the smallest budget, most
-# of the traffic is the warm-up and the downlink.
+# The paper's formula is right, but it describes only a part of what a training sends. In the scheme with the smallest budget, most of the
+# traffic is the warm-up and the downlink.
 #
 # Next, [10b_fewer_bytes](10b_fewer_bytes.ipynb) shows how a training can send fewer bytes.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(
-    f"Made with {lab.describe_core()} and torch {torch.__version__}, on {data.label}, in {len(wired)} runs."
+    f"Made with {lab.describe_core()} and torch {torch.__version__}, on images ({data.label}), in {len(wired)} trainings."
 )

@@ -9,27 +9,28 @@
 # %% [markdown]
 # # 11 · Measure where the time of a round goes
 #
-# **In short.** With the paper's ResNet-18 on two CPU cores, almost all of the time goes into the forward and backward passes. A round of
-# TCS took 1.07 times as long as its forward and backward passes alone (with the same layout of tensors in memory), and 0.98 times as long when
-# clients trained in parallel threads.
-# A plain loop with top-K took 1.16 times as long. On this CPU, our core compressed the update of one client in 21.6 ms, and code written as
-# in a textbook took 12.9 times as long. On one H200 GPU, a whole round took 19.98 ms. There, the textbook code is faster: it compressed ten
-# clients in 6.906 ms, and our core needed 8.811 ms. (We have since changed how the core chooses masks, on a CPU and on a GPU, and have not
-# repeated these measurements.) We had set 12 targets for speed, and 8 of them are met.
+# **In short.** With the paper's ResNet-18 on two CPU cores, almost all of the time goes into the forward and backward passes. We compare
+# with these passes alone, computed for one client after the other with the same layout of tensors in memory. A round of TCS took 1.07 times
+# as long, and 0.98 times as long when clients trained in parallel threads. A round of a plain loop with top-K took 1.16 times as long. On
+# this CPU, our code (`tcs_core.py`, below called the *core*) compressed the update of one client in 21.6 ms, and code written as in a
+# textbook took 12.9 times as long. On one H200 GPU, a whole round took 108.5 ms, and 19.98 ms as a CUDA graph. There, the textbook code is
+# faster: it compressed ten clients in 6.906 ms, and the core needed 8.811 ms. (Since these measurements, we have changed how the core
+# chooses masks, and have not repeated them.) We had set 12 targets for speed, and 8 of them are met.
 #
-# **Claim (ours).** TCS keeps the K largest entries of an update. A sample of a few thousand entries tells about how large the K-th largest
-# entry is, which we call the *threshold*. So the K largest can be chosen exactly among few candidates. In a large network, a federated round
-# then costs little more than its passes. The time of the compression grows at most about in proportion to the number of clients and of parameters.
+# **Claim (ours).** TCS keeps the K largest entries of an update. We call the magnitude of the K-th largest entry the *threshold*. A sample
+# of a few thousand entries is enough to estimate it, so the K largest can be chosen exactly among few candidates. On a CPU, a federated
+# round of a large network then costs little more than its passes. If the number of clients or of parameters doubles, the compression takes
+# at most about twice as long.
 #
-# The first half of this notebook runs here. It shows how the selection works and why its result is always exact, and it ends with a
-# small measurement. The second half shows stored measurements from `results/bench/`, which `uv run tcs bench` made.
+# The first half of this notebook runs here. It shows how the selection works and why its result is always exact, and it ends with a small
+# measurement. The second half shows stored measurements from `results/bench/`, which `uv run tcs bench` made.
 #
 # *Run time*: less than a minute. *Read before*: [03_tcs](03_tcs.ipynb) for masks, errors and Algorithm 2.
 #
-# The grey bars are folded code cells: click one to open it. The second one holds the settings. You can change them and run all cells
-# again; the text describes the results for the values given here. For example:
+# The grey bars are folded code cells: click one to open it. The second one holds the settings. You can change them and run all cells again;
+# the text describes the results for the values given here. For example:
 #
-# - `clients = 2` gives more rounds and noisier updates. The results stay exact.
+# - With `clients = 2`, a round uses fewer samples, so an epoch has more rounds, and the updates are noisier. The results stay exact.
 # - `phi_local = 1e-2` makes the local masks ten times as large. The number of candidates should grow too, but by less than that.
 # - `step_dimension = 3_000_000` should make the compression in the small measurement take about ten times as long.
 
@@ -97,21 +98,22 @@ print(lab.forecast_trainings([small]))
 # ## A guess that cannot be wrong
 #
 # Algorithm 2 selects the k largest of D magnitudes ($S_{top}$) once for every client and once at the server. This is the most expensive
-# part of the compression. Suppose that we have a guess $f$ of the k-th largest magnitude. We call it the *floor*, and find the entries
-# that reach it:
+# part of the compression. Suppose that we have a guess $f$ of the k-th largest magnitude. We call it the *floor*, and find the entries that
+# reach it:
 #
 # $$C_f = \{i : |v_i| \ge f\}, \qquad |C_f| \ge k \;\Rightarrow\; S_{top}(v, k) = S_{top}(v|_{C_f}, k)$$
 #
-# If at least k entries reach the floor, then all entries of $S_{top}$ are among them, and so are all entries of the same magnitude as
-# the last of these. A bad guess only costs time. If it is too low, there are more candidates. If it is too high, there are fewer than k
-# candidates, and we search again with a lower floor. The result is the same in all cases.
+# If at least k entries reach the floor, then all entries of $S_{top}$ are among them. So are all entries as large as the smallest one of
+# $S_{top}$, so ties are decided in the same way. A bad guess only costs time. If it is too low, there are more candidates. If it is too
+# high, there are fewer than k candidates, and we search again with a lower floor. The result is the same in all cases.
 
 # %%
 lab.show_code(tcs.top_k_positions)
 
 # %% [markdown]
-# The guess comes from a sample of every n-th entry, some 4,000 in all. About k/n of the k largest entries are in the sample. If we take somewhat more of the
-# sample's largest entries than that, the smallest of these lies below the threshold, in nearly all cases:
+# The guess comes from a sample of every n-th entry, some 4,000 in all. About k/n of the k largest entries are in the sample. So we look at
+# somewhat more than k/n of the sample's largest entries. In nearly all cases, the smallest of them lies below the threshold, and becomes
+# the floor:
 
 # %%
 lab.show_code(tcs.estimate_floor)
@@ -122,9 +124,9 @@ lab.show_code(tcs.estimate_floor)
 #
 # ## Follow the threshold through a training
 #
-# We now run a training and record for every selection the floor, the threshold, and the number of entries among which the exact
-# choice was made. The function `plain` sorts all entries; among equal magnitudes, it prefers the lower index. With `factor`, we can later
-# make the estimate wrong.
+# We now run a training and record for every selection the floor, the threshold, and the number of entries among which the exact choice was
+# made. The function `plain` sorts all entries; among equal magnitudes, it prefers the lower index. The estimate can be multiplied by a
+# `factor`, with which we later make it wrong on purpose.
 
 
 # %%
@@ -145,9 +147,6 @@ def selection(vector_D, k, taken_D, factor=1.0):
     found["kth"] = float(vector_D[chosen_K].abs().min())
     return found | {"same": torch.equal(chosen_K, plain(vector_D, k, taken_D))}
 
-
-# %% [markdown]
-# We observe the training from outside, between the rounds.
 
 # %%
 seen, nothing_D = [], torch.zeros(D, dtype=torch.bool)
@@ -197,8 +196,9 @@ axes.legend(frameon=False, loc="center right", bbox_to_anchor=(1.0, 0.25))
 lab.show_figures()
 
 # %% [markdown]
-# In the dense rounds, the floor follows the threshold. In the sparse rounds, most entries of the update are 0. The sample then has hardly
-# more entries that are not 0 than are wanted, so the floor is near 0, and nearly all entries that are not 0 are candidates.
+# In the dense rounds, the floor follows the threshold. In the sparse rounds, most entries of the update are 0. So the sample, too, has few
+# entries that are not 0, and the estimate needs almost all of them. The floor is then near 0, and nearly all entries that are not 0 are
+# candidates.
 
 # %%
 typical = {
@@ -213,13 +213,13 @@ print(
 )
 
 # %% [markdown]
-# In proportion, the local masks have more candidates. They are smaller, so fewer of their entries are in the sample, and the margin has to be
-# larger.
+# In proportion, the local masks have more candidates. They are smaller, so fewer of their entries are in the sample, and the margin has to
+# be larger.
 #
 # ## Inputs made to break it
 #
-# We now try to make the selection fail. The vectors contain constants, zeros, ties at the threshold, one huge value, infinities, or
-# sampled entries that are all larger than the others, or all smaller. And we make the estimate wrong by factors from 1/1000 to 1000.
+# We now try to make the selection fail. The vectors contain constants, zeros, ties at the threshold, one huge value, infinities, or sampled
+# entries that are all larger than the others, or all smaller. And we make the estimate wrong by factors from 1/1000 to 1000.
 
 # %%
 generator = torch.Generator().manual_seed(seed)
@@ -272,22 +272,22 @@ display(Markdown(lab.markdown(lab.bench_table(made_here))))
 print(stated(made_here))
 
 # %% [markdown]
-# The rows *step* are the compression of N clients with D parameters each. *Textbook* is the algorithm as one would first write it down: clone
-# the vector, call `topk`, and multiply by masks. *Step* is the same compression by our core. *Change* only prepares new input, and the
-# last row copies the numbers of one client.
+# The rows with *step* in their name belong to the compression of N clients with D parameters each. *Textbook* is the algorithm as one would
+# first write it down: clone the vector, call `topk`, and multiply by masks. *Step* is the same compression by our core. *Change* only
+# prepares new input, and *copy of one row* copies the numbers of one client.
 #
-# The rows *round* belong to a whole round. *Passes* are its forward and backward passes with nothing around them, so the ratio of *round* to
-# *passes* is the price of the federation. The section *Where the time of a round goes* explains the other rows. In *N 10, B 64*, N is the number
-# of clients and B the number of samples in a batch. Nothing is asserted here, because speed depends on the machine.
+# The rows *round* belong to a whole round. *Passes* are its forward and backward passes with nothing around them, so the ratio of *round*
+# to *passes* is the price of the federation. The section *Where the time of a round goes* explains the other rows. In *N 10, B 8*, N is the
+# number of clients and B the number of samples in a batch. Nothing is asserted here, because speed depends on the machine.
 #
-# These networks are small. At the paper's size, which follows below, the compression is a smaller part of a round, and the textbook code loses
-# more time, because it looks at all entries several times.
+# These networks are small. At the paper's size on a CPU, which follows below, the compression is a smaller part of a round, and the
+# textbook code loses more time, because it looks at all entries several times.
 #
 # ## The records
 #
-# The rest of this notebook shows stored measurements of larger networks, up to the paper's. The machine should have had no other work, and
-# the quartiles tell how much its times varied. Every figure shows the newest record from a CPU (or a GPU, where the text says so) that contains
-# the measurement. You can make a record of your own with `uv run tcs bench`, which takes minutes to tens of minutes.
+# The rest of this notebook shows stored measurements of several networks, up to the paper's. The machine had no other work that we know of,
+# and the quartiles tell how much its times varied. Every figure shows the newest record from a CPU (or a GPU, where the text says so) that
+# contains the measurement. You can make a record of your own with `uv run tcs bench`, which takes minutes to tens of minutes.
 
 # %%
 found = list(lab.find_records(lab.studies.bench.BenchRun, records).values())
@@ -396,8 +396,8 @@ def judge_round(rows):
 _ = report("round", draw_round, tell_round, judge_round)
 
 # %% [markdown]
-# The column *compression* says how much compression adds to the passes. The other columns with a division compare five ways to compute a
-# round with its bare passes:
+# The column *compression* says how much compression adds to the passes. Each column whose name ends in */ passes* belongs to one way of
+# computing a round. It has the time of such a round, divided by the time of the bare passes:
 #
 # - *Round* trains one client after the other.
 # - *Client threads* is the setting `client_threads`, which trains as many clients at the same time as there are cores.
@@ -410,8 +410,9 @@ _ = report("round", draw_round, tell_round, judge_round)
 # ## Compression against the memory
 #
 # Every algorithm must read the model difference of a client, read its errors and write them. This is 12 bytes per entry. On a CPU, the core
-# reads each entry twice more: once to check that everything is finite, and once to compare it with the floor. This makes 20 bytes. How
-# long does it take at least to move so many bytes? A plain copy of one row moves 8 bytes per entry, and we measure its time:
+# reads each entry twice more: once to check that everything is finite, and once to compare it with the floor. This makes 20 bytes. How long
+# does it take at least to move the 12 bytes that every algorithm needs? A plain copy of one row moves 8 bytes per entry, and we measure its
+# time:
 #
 # $$t_{min} = \frac{12\,D}{\text{bandwidth}},\qquad \text{bandwidth} = \frac{8\,D}{t_{copy}}$$
 
@@ -505,8 +506,8 @@ _ = report("growth", draw_growth)
 #
 # These records were made on a GPU that did nothing else, with `uv run tcs bench --part paper --device cuda --precision bf16`. In the rows
 # *graph*, a round is one CUDA graph (operations that were recorded once and are replayed together), in which five clients train at the same
-# time. For the table of targets below, we multiply the time of such a round by the number of rounds in the paper's training. This leaves out
-# evaluation, and counts the rounds of the warm-up like all others.
+# time. For the table of targets below, we multiply the time of such a round by the number of rounds in the paper's training. This leaves
+# out evaluation, and counts the rounds of the warm-up like all others.
 
 
 # %%
@@ -532,14 +533,14 @@ _ = report("round", tell, judge_gpu, gpu=True), report("step", tell, judge_step,
 # operations, because it also checks that all values are finite, resolves ties in the same way on every machine, and counts the bytes. It
 # uses no floor on a GPU, because the host would have to wait for the number of candidates.
 #
-# Since these records were made, the core chooses the masks of all clients together on a GPU. A sparse round of TCS with ten clients now starts
-# 286 operations instead of 392. Among these were ten searches for the largest entries, the most expensive operations, and they have become
-# one. How much time this saves has not been measured yet.
+# Since these records were made, the core chooses the masks of all clients together on a GPU. A sparse round of TCS with ten clients now
+# starts 286 operations instead of 392. The 392 operations included ten searches for the largest entries, which are the most expensive
+# operations. Now there is only one such search. How much time this saves has not been measured yet.
 #
 # ## Claim
 #
 # We assert only what must hold on any machine. Every selection is the same as the plain one, entry for entry. The global mask of the
-# training is the plain $S_{top}$ of the last update. On average, the choice was made among fewer entries than all.
+# training is the plain $S_{top}$ of the last update. On average, there were fewer candidates than entries in the vector.
 
 # %%
 exact = [*seen["same"], *(case["same"] for case in cases)]
@@ -570,5 +571,5 @@ display(Markdown(summary))
 # Next: [12_real_training](12_real_training.ipynb) uses TCS in a training on several processes.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-print(f"Made with {lab.describe_core()} and torch {torch.__version__}, on {data.label}: one training, "
+print(f"Made with {lab.describe_core()} and torch {torch.__version__}, on images ({data.label}): one training, "
       f"{repeat} turns of each measurement, and {len(found)} records of results/bench.")  # fmt: skip

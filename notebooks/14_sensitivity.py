@@ -9,24 +9,26 @@
 # %% [markdown]
 # # 14 · Vary one setting at a time
 #
-# **In short.** We varied eight settings, one at a time, and trained a small network for 15 epochs once for each value. Unequal classes among the
-# clients cost the most accuracy. Fewer epochs, more clients and lower learning rates cost several points, too. Starting with one dense round
-# instead of a dense epoch cut the megabytes to a sixth. Accuracy was also higher with larger masks, and lower with two bits per value than with
-# five. But trainings that differ only in their random seed can end more than a point apart, as is printed below the table. So most of these
-# smaller differences may be chance.
+# **In short.** We varied eight settings of the training of a small network, one at a time, with one training of 15 epochs for each value.
+# (One of the settings is the number of epochs.) Unequal classes among the clients cost the most accuracy by far. Then come fewer epochs,
+# and then more clients and lower learning rates. Starting with one dense round instead of a dense epoch cut the megabytes to a sixth.
+# Accuracy was also higher with larger masks, and lower with two bits per value than with five. But trainings that differ only in their
+# random seed can end more than a point apart, as is printed below the table. So what we see of masks, bits and the warm-up may be chance.
 #
 # **Claim.** What a client sends after the warm-up can be computed from the settings before any training. The accuracy has to be measured.
 #
-# The paper uses one value for most of its settings. This notebook varies one setting at a time, starting from TCS-Q5 (TCS with five bits per
-# value and one local step). It shows how accuracy and bytes depend on each setting, and what one would choose in practice.
+# The paper uses one value for most of its settings. This notebook varies one setting at a time, starting from TCS-Q5 (TCS with five bits
+# per value and one local step). Only the number of epochs is varied for other schemes. It shows how accuracy and bytes depend on each
+# setting, and what one would choose in practice.
 #
-# Short trainings mainly compare how fast methods learn. [13_evidence](13_evidence.ipynb) compares trainings of several lengths: the loss of
-# TCS-L4-Q5 shrinks in longer ones.
+# Short trainings mainly compare how fast methods learn. [13_evidence](13_evidence.ipynb) compares trainings of several lengths. In longer
+# ones, TCS-L4-Q5 ends closer to centralized training.
 #
 # *Run time*: seconds. *Read before*: [03_tcs](03_tcs.ipynb), [10_bits_on_the_wire](10_bits_on_the_wire.ipynb).
 #
 # *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The second one holds the parameters. The notebook
-# draws trainings that exist already. It trains only if you set `make = True`, which needs the images (`data_root`) and takes hours. Three changes to try:
+# draws trainings that exist already. It trains only if you set `make = True`, which needs the images (`data_root`) and takes hours. Three
+# changes to try:
 #
 # - `margin: 0.1` in `params/sensitivity.yaml` asks for an accuracy closer to the best one. The table under *What a practitioner would
 #   choose* then names values that need more bytes.
@@ -69,9 +71,9 @@ folder = lab.results_folder(evidence)
 # %% [markdown]
 # ## The runs
 #
-# `params/sensitivity.yaml` lists the settings and their values. For each value there is one training (a run), and its result is kept in a
-# file, its *record*. Everything else is as in the file `params/<profile>.yaml`. If a setting was trained with several seeds, the table uses
-# only those seeds that all of its values have.
+# `params/sensitivity.yaml` lists the settings and their values. The result of each training is kept in a file, its *record*. Everything
+# else is as in `params/short.yaml`. (Such a file is called a *profile*, and says how large the trainings are.) If a setting was trained
+# with several seeds, the table uses only those seeds that all of its values have.
 
 # %%
 wanted = {}
@@ -86,7 +88,9 @@ records = {}
 for name in sweep.settings:
     for configs in lab.sensitivity_plan(sweep, profile | {"seeds": 100}, name).values():
         records |= lab.load_records(configs)
-print(f"There are {len(records)} records of these trainings in results/{evidence}/runs/.")
+print(
+    f"There are {len(records)} records of these trainings in results/{evidence}/runs/. (Some values have further seeds, which the table does not use.)"
+)
 
 # %%
 scale = f"profile {evidence}, no record yet"
@@ -106,20 +110,20 @@ for record in lab.find_records(profile=evidence, status="finished").values():
     ends.append(100 * record["rows"][-1]["accuracy"])
 spreads = [max(ends) - min(ends) for ends in by_setting.values() if len(ends) > 2]
 if spreads:
-    print(f"In {len(spreads)} other trainings of this profile there are at least three seeds. Between these, "
-          f"the accuracy differs by {min(spreads):.1f} to {max(spreads):.1f} points.")  # fmt: skip
+    print(f"{len(spreads)} trainings of this profile were repeated with three seeds or more. Between the seeds of a training, the accuracy "
+          f"differs by {min(spreads):.1f} to {max(spreads):.1f} points.")  # fmt: skip
 
 # %% [markdown]
-# Each row is one value of a setting. It shows the accuracy and the megabytes that **one client** sends (up) and receives (down) in the whole
-# training. The last column says how many of these megabytes belong to the warm-up. With more than one seed, the accuracy is a mean ± one
-# standard deviation.
+# Each row is one value of a setting. It shows the accuracy and the megabytes that **one client** sends (up) and receives (down) in the
+# whole training. The last column says how many of these megabytes belong to the warm-up. With more than one seed, the accuracy is a mean ±
+# one standard deviation.
 #
 # ## The settings, one by one
 #
 # Each figure has two panels over the same values. The values are drawn at equal distances, whatever their size. The upper panel shows the
-# accuracy. Its axis does not start at zero, so look at the numbers. The lower panel shows megabytes in both directions, on a log scale. Filled
-# marks count the whole training. White marks leave out the warm-up, which in a short training is most of the traffic. The band marks the
-# paper's choice.
+# accuracy. Its axis does not start at zero, so look at the numbers. The lower panel shows megabytes in both directions, on a log scale.
+# Filled marks count the whole training. White marks leave out the warm-up, which in a short training is most of the traffic. The band marks
+# the paper's choice.
 
 
 # %%
@@ -220,8 +224,8 @@ def end_of(scheme: str, curve: pd.DataFrame, words: list[str], schemes: list[str
 # $\phi_{local}$ is the fraction of entries that each client chooses itself, outside the shared mask. With these entries it *explores* what
 # has become important. Their positions have to be sent, too. The paper recommends $\phi_{local}\ll\phi_{global}$.
 #
-# Look at the left end of the upper panel, where the clients choose the fewest entries: the accuracy is lowest there. Then look at the
-# white marks. From one value to the next, the clients choose about three times as many entries, but the bytes grow less than that.
+# Look at the left end of the upper panel, where the clients choose the fewest entries: the accuracy is lowest there. Then look at the white
+# marks. From one value to the next, the clients choose about three times as many entries, but the bytes grow less than that.
 
 # %%
 draw("phi_local")
@@ -229,9 +233,9 @@ draw("phi_local")
 # %% [markdown]
 # ### The shared mask
 #
-# $\phi_{global}$ is the fraction of entries in the shared mask. Their positions need not be sent, since the server and all clients know them.
-# If the mask is large, the bytes grow nearly in proportion to it. If it is small, most of the bytes belong to the entries that clients
-# choose themselves.
+# $\phi_{global}$ is the fraction of entries in the shared mask. Their positions need not be sent, since the server and all clients know
+# them. If the mask is large, the bytes grow nearly in proportion to it. If it is small, most of the bytes belong to the entries that
+# clients choose themselves.
 
 # %%
 draw("phi_global")
@@ -239,11 +243,12 @@ draw("phi_global")
 # %% [markdown]
 # ### Bits of a value
 #
-# With $q$ bits there are $P=2^{q-1}$ intervals, and the mean of each interval is sent as a 32-bit number. In a network as small as this one,
-# these means are a visible part of a message with eight bits per value. In the paper's network they hardly matter.
+# Of the $q$ bits of a value, one is its sign. The others say in which of $P=2^{q-1}$ intervals its magnitude lies. The mean of each
+# interval is sent as a 32-bit number. In a network as small as this one, these means are a visible part of a message with eight bits per
+# value. In the paper's network they hardly matter.
 #
-# What quantization loses is added to the client's errors and sent later. Look for the number of bits at which this is no longer
-# enough. Only clients quantize: the server sends 32-bit values for every $q$.
+# What quantization loses is added to the client's errors and sent later. With two and three bits the accuracy is lower, so sending the lost
+# part later may not be enough there. Only clients quantize: the server sends 32-bit values for every $q$.
 
 # %%
 draw("value_bits")
@@ -266,10 +271,10 @@ draw("clients")
 # whose data differ? What a client sends has the same size in all cases. What the server sends could grow, because it contains every entry
 # that at least one client chose, but here it does not.
 #
-# A loss of accuracy need not be due to TCS. In batch normalization, every client uses the statistics of its own batches. If a client has few
-# classes, these differ from the statistics with which the averaged model is tested. Dense federated averaging was not trained with these
-# settings, so this figure cannot tell how much of the loss comes from sparsification. [10b_fewer_bytes](10b_fewer_bytes.ipynb) compares the
-# two for unequal clients in longer trainings.
+# A loss of accuracy need not be due to TCS. In batch normalization, every client uses the statistics of its own batches. If a client has
+# few classes, these differ from the statistics with which the averaged model is tested. Dense federated averaging was not trained with
+# these settings, so this figure cannot tell how much of the loss comes from sparsification. [10b_fewer_bytes](10b_fewer_bytes.ipynb)
+# compares TCS with dense federated averaging for unequal clients, in longer trainings.
 
 # %%
 draw("dirichlet_alpha")
@@ -277,10 +282,10 @@ draw("dirichlet_alpha")
 # %% [markdown]
 # ### The dense warm-up
 #
-# In the warm-up, the clients send all entries. The shortest possible warm-up is one round, which gives the first shared mask. The learning rate
-# then starts at its full value, because it rises only during the warm-up. The paper uses 5 of 300 epochs. In proportion, this would be less
-# than one epoch here, so one epoch is marked. In a short training, most of the megabytes belong to the warm-up.
-# The accuracies differ by less than those of trainings with other seeds, so we cannot say that a longer warm-up helps.
+# In the warm-up, the clients send all entries. The shortest possible warm-up is one round, which gives the first shared mask. As the
+# learning rate rises only during the warm-up, it then has its full value almost from the start. The paper uses 5 of 300 epochs. In
+# proportion, this would be less than one epoch here, so one epoch is marked. The accuracies differ by 0.6 points. Trainings with other
+# seeds can differ by more, so we cannot say whether the length of the warm-up matters.
 
 # %%
 draw("warmup_epochs")
@@ -289,22 +294,23 @@ draw("warmup_epochs")
 # ### Learning rate
 #
 # The other trainings on this page use the paper's learning rate of 0.5, scaled with the batch. Is it a good choice for such a short
-# training and such a small network? If a higher rate does better, then part of the difference between TCS and centralized
-# training may come from the rates. (Centralized training uses the paper's rate of 0.1, which is also scaled and not tuned here.)
+# training and such a small network? If a higher rate does better, then part of the difference between TCS and centralized training may come
+# from the rates. (Centralized training uses the paper's rate of 0.1, which is also scaled and not tuned here.)
 
 # %%
 draw("learning_rate")
 
 # %% [markdown]
-# Accuracy rises with the rate over the whole range, so the paper's 0.5 is too low for this training. The best value is the largest that
-# was tried, so an even higher rate may be better.
+# Accuracy rises with the rate over the whole range, so the paper's 0.5 is too low for this training. The best value is the largest that was
+# tried, so an even higher rate may be better.
 #
 # ### Epochs
 #
-# TCS-L4-Q5 takes four local steps per round, so it has only a quarter of the rounds of TCS in the same number of epochs. Does it lose accuracy
-# for this reason? If so, its distance to TCS and to centralized training (the Baseline) shrinks towards the right, where trainings are longer.
-# TCS-L4-Q5 also sends fewer bits per value; the figure for $q$ shows what that costs alone. TCS-L4-M2-E3-W10++ is a variant of our own that sends less, also in its warm-up
-# ([10b_fewer_bytes](10b_fewer_bytes.ipynb)). The Baseline sends nothing and has no mark in the lower panel.
+# TCS-L4-Q5 takes four local steps per round, so it has only a quarter of the rounds of TCS in the same number of epochs. Does it lose
+# accuracy for this reason? If so, its distance to TCS and to centralized training (the Baseline) shrinks towards the right, where trainings
+# are longer. TCS-L4-Q5 also sends fewer bits per value; the figure for $q$ shows what that costs alone. TCS-L4-M2-E3-W10++ is a variant of
+# our own that sends less, also in its warm-up. ([10b_fewer_bytes](10b_fewer_bytes.ipynb) explains its name.) The Baseline sends nothing and
+# has no mark in the lower panel.
 
 # %%
 draw("epochs")
@@ -324,15 +330,15 @@ for value, group in table[table["setting"] == "epochs"].groupby("value", sort=Fa
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
-# Each difference is smaller than in the shorter training above it, as we would expect if there were too few rounds. It is
-# no proof: there is only one seed, and the learning rates are the same for all lengths, which they may not suit equally well.
+# Each difference is smaller than in the shorter training above it, as we would expect if there were too few rounds. This does not prove it.
+# There is only one seed. And the learning rates are the same for all lengths, but a rate may suit one length better than another.
 #
 # ## What a practitioner would choose
 #
 # We fixed the following rule before most of these trainings. Consider all values whose accuracy is at most a margin below the best one. (If
-# the standard deviation of the best one over seeds is larger than the margin, it takes the margin's place.) Of these values, choose the one with
-# the **fewest megabytes in both directions**. Some settings cannot be chosen, because they say who takes part and with which data. For these,
-# the table names the worst value.
+# the standard deviation of the best one over seeds is larger than the margin, it takes the margin's place.) Of these values, choose the one
+# with the **fewest megabytes in both directions**. Some settings cannot be chosen, because they say who takes part and with which data. For
+# these, the table names the worst value.
 
 
 # %%
@@ -384,23 +390,23 @@ display(
 )
 
 # %% [markdown]
-# The columns *Difference, points* and *MB in both directions* compare the chosen value (or the worst one) with the most accurate one. The rule
-# has some limits:
+# The columns *Difference, points* and *MB in both directions* compare the chosen value (or the worst one) with the most accurate one. The
+# rule has some limits:
 #
 # - It counts only bytes, but more epochs also cost computing time.
 # - With one seed (n = 1), a value can be the best by chance.
 # - For both masks, the learning rate, the clients and the epochs, the most accurate value is at the end of the range that was tried. A better
 #   one may lie outside.
-# - Each setting was varied alone. Combinations of two choices were not tried.
+# - Combinations of two choices were not tried.
 #
 # ## Claim
 #
-# The next cell checks two statements.
+# The next cell checks this statement:
 #
-# 1. In every training, the bits that one client sends after the warm-up are those of the formula, within 1 %. (They are not equal, because the
-#    blocks of the position code are powers of two, and those of the formula are not. Schemes with the shorter code of
-#    [10b_fewer_bytes](10b_fewer_bytes.ipynb) are left out.)
-# 2. The accuracy in every row of the table is the mean of its records.
+# In every training, except those with the shorter code of [10b_fewer_bytes](10b_fewer_bytes.ipynb), the bits that one client sends after
+# the warm-up agree within 1 % with a formula. It is the paper's bit budget ([08_tables_and_curves](08_tables_and_curves.ipynb)), plus 32
+# bits for the mean of each interval. (They are not equal, because the blocks of our position code have a power of two as their length, and
+# those of the formula any length.)
 
 # %%
 off = {}
@@ -439,8 +445,9 @@ for name, values in missing:
     print(f"{name}: no training was made with {', '.join(values.unique())}.")
 
 # %% [markdown]
-# If the accuracy depends strongly on a setting, this setting is worth tuning. If the accuracy hardly depends on it and the bytes do, it is the
-# place to save. All of this is from short trainings of a small network. In longer trainings, delayed entries have more time to arrive.
+# If the accuracy depends strongly on a setting, this setting is worth tuning. If a setting changes the bytes but hardly the accuracy, one
+# can save bytes there. All of this is from short trainings of a small network. In longer trainings, what a client keeps back in its errors
+# has more time to be sent.
 #
 # Next: [15_your_own_model](15_your_own_model.ipynb) tries such settings on your model and data.
 

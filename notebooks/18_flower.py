@@ -14,10 +14,10 @@
 # keep the shared mask.
 #
 # **Claim (beyond the paper).** Inside Flower, TCS gives the same model as in one process, bit for bit. This holds in Flower's simulation,
-# and also in separate processes, one of which is killed during the run. Flower carries the paper's messages and adds only a few bytes to
-# each.
+# and also in separate processes, one of which is killed during the run. Flower carries the paper's messages and adds fewer than 100 bytes
+# to each.
 #
-# *Run time*: about three minutes on two free cores; seconds without Flower. *Read before*: [03_tcs](03_tcs.ipynb),
+# *Run time*: three to six minutes on two cores; seconds without Flower. *Read before*: [03_tcs](03_tcs.ipynb),
 # [10_bits_on_the_wire](10_bits_on_the_wire.ipynb). Flower is an optional dependency. Start JupyterLab with `uv run --extra flower jupyter
 # lab` to have it. Without Flower, the cells that need it do nothing.
 #
@@ -68,16 +68,17 @@ if not FLOWER:
     print("Flower is not installed, so only the cells that do not need it will run.")
 else:
     print(
-        f"This page makes two runs of {rounds} rounds in processes of Flower, which take about three minutes on two free cores."
+        f"This page makes two runs of {rounds} rounds in processes of Flower, which take three to six minutes on two cores."
     )
 
 # %% [markdown]
 # ## What you write
 #
 # You write a *job*. It consists of the scheme, the model, and a function that trains one client's model in place. The model is an ordinary
-# module, but it must not contain batch norms, because their statistics are not sent. Nothing in the job knows about Flower or about
-# compression. `job(config)` receives Flower's run configuration, and `done` is called on the server at the end. The batches are computed
-# from the numbers of the client and the round, so that every way of running the job sees the same data.
+# module, but it must not contain batch norms, because their statistics are not sent. Your model and your training function need no code for
+# Flower or for compression. The function `job(config)` receives Flower's run configuration and returns the job. It can also contain a
+# function `done`, which is called on the server after the last round, with the final model and a table of the rounds. The batches are
+# computed from the numbers of the client and the round, so that every way of running the job sees the same data.
 
 # %%
 GIVEN = {name: globals()[name] for name in (
@@ -122,9 +123,9 @@ def job(config):
 )
 
 # %% [markdown]
-# Flower expects a `ClientApp` and a `ServerApp`. The last two lines of the next cell make them with the lab's module `flower`. The function
-# `sized` is what Flower calls a *mod*: Flower runs it around each call of a client. Here it only records how many bytes of state Flower has
-# to carry from one call to the next.
+# Flower expects a `ClientApp` and a `ServerApp`. The last two lines of the next cell make them with `tcs_lab.studies.flower`, a module of
+# these notebooks. (The package of Flower itself is called `flwr`.) The function `sized` is what Flower calls a *mod*: Flower runs it around
+# each call of a client. Here it only records how many bytes of state Flower has to carry from one call to the next.
 
 # %%
 APPS = (
@@ -146,9 +147,9 @@ server = flower.server_app(job)
 # %% [markdown]
 # ## The reference: all clients in one process
 #
-# `tcs_core.Compressor` holds all clients and the server in one process. `participant.theta_D` holds the parameters of the model, and its
-# method `difference` trains one client and returns by how much the parameters changed. The parameters after the last round are the
-# reference for the runs in Flower.
+# `tcs_core.Compressor` holds all clients and the server in one process. The object `participant` below trains the clients one after the
+# other, with the model of the job. `participant.theta_D` holds its parameters. The method `participant.difference` trains one client and
+# returns by how much the parameters changed. The parameters after the last round are the reference for the runs in Flower.
 
 # %%
 task: dict = {}
@@ -170,11 +171,12 @@ print(
 # ## Between two messages, a client is a file
 #
 # Flower may start a new process for every message. It moves a client's `context.state` with each call, and a model is too large for that.
-# Therefore each client, which Flower calls a node, has a file of its own. The file holds the parameters theta, the errors, the round and
-# the mask. Flower's state holds only the name and the checksum of the file. A node replaces the whole file after each message. If a process
-# is killed, the next one finds either the old file or the new one, but never half of one.
+# Therefore each client, which Flower calls a node, has a file of its own. The file holds the parameters theta, the errors, the round, the
+# mask and the last message. Flower's state holds only the name and the checksum of the file. A node replaces the whole file after each
+# message. If a process is killed, the next one finds either the old file or the new one, but never half of one.
 #
-# A node finishes a round when it receives the server's message to all clients (line 16 of Alg. 2). The core's method for this is:
+# A node finishes a round when it receives the server's message to all clients (line 16 of the paper's Algorithm 2). The core's method for
+# this is:
 
 # %%
 lab.show_code(tcs.Client.receive)
@@ -215,7 +217,8 @@ show(pd.DataFrame(sent).T.rename_axis("round").add_prefix("bytes down to client 
 # ## Flower's simulation
 #
 # The simulation runs all nodes on one machine, in worker processes of the library ray. `Loopback` starts a SuperLink, which is Flower's
-# server process, on a free port, and stops it when the block ends. `run` does what `flwr run` does on the command line.
+# server process, on a free port, and stops it when the `with` block ends. Both runs of this page use it. `run` does what `flwr run` does on
+# the command line.
 
 
 # %%
@@ -266,9 +269,9 @@ if FLOWER:
     show_rows(results["simulation"])
 
 # %% [markdown]
-# There is one row per round, in bytes. The messages of the clients are added up. The message of the server goes to each client, and is
-# counted once. Flower's counts are sums over all clients. The server's message travels together with the order for the next round, so
-# Flower counts it one row later. The last row is not a round, and only brings the message of the last round to the clients.
+# All numbers are bytes. Except for the last row, each row is a round. The messages of the clients are added up. The message of the server
+# goes to each client, and is counted once. Flower's counts are sums over all clients. The server's message travels together with the order
+# for the next round, so Flower counts it one row later. The last row only brings the message of the last round to the clients.
 #
 # ## Separate processes, one of which is killed
 #
@@ -277,7 +280,7 @@ if FLOWER:
 # through a relay that counts the bytes.
 #
 # In the middle of the run, as soon as node 0 has written a message to its file, it is killed with `SIGKILL` and started again. For Flower
-# it is then a new node. The server first asks it which round it has reached.
+# it is then a new node with an empty state, but it finds its file by its partition-id. The server first asks it which round it has reached.
 
 # %%
 if FLOWER:
@@ -297,17 +300,18 @@ if FLOWER:
                 f"Node 0 was killed in round {rounds_sent(file)}. Its file has {file.stat().st_size / D:.1f} bytes per parameter."
             )
             link.node(0, relay.port)
-            results["loopback"] = waited(run, folder)
+            results["processes"] = waited(run, folder)
             carried = relay.up, relay.down
-        seconds["loopback"] = time.perf_counter() - start
-    show_rows(results["loopback"])
+        seconds["processes"] = time.perf_counter() - start
+    show_rows(results["processes"])
 
 # %% [markdown]
 # ## How many bytes are sent
 #
-# The next table adds up all clients and rounds. *Loopback* is the run in separate processes. In this run, Flower also counts orders to the
-# node that was killed. They contain the whole model, but no node fetches them. *On the wire* is what the relay counted. It also contains
-# the code of the app, the heartbeats and the repeated requests for new messages. These grow with time and not with the size of the model.
+# The next table adds up all clients and rounds. In the run in separate processes, Flower also counts the question to the restarted node and
+# its answer. It may also count orders to the killed node, which contain the whole model and which no node fetches. This depends on the
+# moment at which the node is killed. *On the wire* is what the relay counted. It also contains the code of the app, the heartbeats and the
+# repeated requests for new messages. None of these depends on the size of the model, but the heartbeats and requests grow with time.
 
 # %%
 lines = {}
@@ -317,7 +321,7 @@ for name, found in results.items():
     lines[f"{name}: our messages"] = ours
     lines[f"{name}: as Flower counts"] = rows["Flower up"].sum(), rows["Flower down"].sum()
 if FLOWER:
-    lines["loopback: on the wire"] = carried
+    lines["processes: on the wire"] = carried
 lines["dense, every round"] = (4 * D * clients * rounds,) * 2
 show(pd.DataFrame(lines, index=["bytes up", "bytes down"]).T)
 
@@ -345,7 +349,7 @@ for name, found in results.items():
 if FLOWER:
     around = results["simulation"]["rows"].eval("`Flower up` - up") / clients
     claim(
-        "Flower counts at most 100 bytes around a message",
+        "Flower counts at most 100 bytes around a client's message",
         around.max() <= 100,
         f"{around.max():.0f}",
     )
@@ -355,8 +359,8 @@ inside = f"In a sparse round, a client's message has {short:,} bytes, while the 
 if FLOWER:
     alike = "exactly" if all(map(same, results.values())) else "not exactly"
     answer.update(
-        Markdown(f"""**In short.** Inside Flower, TCS trains {alike} the model that it trains in one process: the parameters are compared bit for bit. We tried
-Flower's simulation, and separate processes, one of which was killed and started again. {inside} Flower adds {around.max():.0f} bytes to a client's message.""")
+        Markdown(f"""**In short.** Inside Flower, TCS trains {alike} the model that it trains in one process: the parameters are {"equal bit for bit" if alike == "exactly" else "not equal"}, in Flower's
+simulation and in separate processes, one of which was killed and started again. {inside} Flower adds {around.max():.0f} bytes to a client's message.""")
     )
 else:
     answer.update(
@@ -374,21 +378,19 @@ for name, took in seconds.items():
     print(f"The run '{name}' took {took:.0f} s.")
 
 # %% [markdown]
-# Flower may start a new Python process for each message, so these runs take much longer than the training itself. Each client keeps its own
-# errors, and the server keeps none. The node that was killed continued with its errors from its file. A client that has missed rounds
-# receives theta and the mask. If the server did not use a message of this client, the content of the message remains in the client's
-# errors. The file of a node contains theta and the errors, which take eight bytes per parameter. It also contains the node's last message,
-# which takes four more bytes per parameter in a dense round.
+# Flower may start a new Python process for each message, so these runs take much longer than the training itself. The node that was killed
+# continued with its errors from its file. If the server did not use a message of a client, the content of the message remains in the errors
+# of this client. In the file of a node, theta and the errors take eight bytes per parameter. The node's last message takes four more bytes
+# per parameter in a dense round.
 #
 # This notebook does not show encryption and authentication (Flower provides them with certificates), several machines, or a server that is
 # killed (Flower then ends the run).
 #
-# Without Flower, the clients can run as processes of PyTorch: in `notebooks/examples/federation.py`, every process is a client and also
-# runs a copy of the server, and the processes exchange only encoded messages. Start it with `uv run torchrun --nproc-per-node 4
-# notebooks/examples/federation.py 50`. For DDP, [12_real_training](12_real_training.ipynb) shows a hook. To try TCS on your own model
-# first, see [15_your_own_model](15_your_own_model.ipynb).
+# Without Flower, the clients can run as processes of `torch.distributed`. The file `notebooks/examples/federation.py` shows this. Each
+# process is a client and also runs a copy of the server, and the processes exchange only encoded messages. With 4 clients and 50 rounds,
+# you start it with `uv run torchrun --nproc-per-node 4 notebooks/examples/federation.py 50`. For DDP,
+# [12_real_training](12_real_training.ipynb) shows a hook. To try TCS on your own model first, see
+# [15_your_own_model](15_your_own_model.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-print(
-    f"Made with {lab.describe_core()}: {scheme}, {D:,} parameters, {clients} nodes. One run of each (n = 1)."
-)
+print(f"Made with {lab.describe_core()}: {scheme}, {D:,} parameters, {clients} nodes.")
