@@ -77,7 +77,7 @@ if stored:
     display(Markdown(
         f"**In short.** We trained a small network with {sum(map(bool, scores.stored.values())) - 1} federated methods. Some of them we also trained "
         f"with fewer entries (-K4 in a name means a quarter of the usual number). "
-        f"{len(sure) + 1} methods stand out, because they need few bytes for their accuracy: {listed}. For comparison: {others} Methods that need more bytes than {near.scheme} are more "
+        f"For their accuracy, these {len(sure) + 1} need the fewest bytes: {listed}. For comparison: {others} Methods that need more bytes than {near.scheme} are more "
         f"accurate by at most {best.accuracy - near.accuracy:.1f} points, which may be chance (a difference of two methods is uncertain by "
         f"± {(gap.high - gap.low) / 2:.1f} points). Centralized training reached {central.accuracy:.1f} %. The accuracies are means of {stored[0].n} seeds, "
         f"each method at its best learning rate. The megabytes are those that one client sends and receives in the whole training."))  # fmt: skip
@@ -185,12 +185,14 @@ if few_moving:
     lines.append(
         f"Of the methods with momentum, **{few_moving.scheme}** needs the fewest bytes: {less_than_fedavg(few_moving)}. Its accuracy differs from that of FedAvg "
         f"without momentum by {difference(few_moving.scheme, 'FedAvg')}, and from that of FedAvg with momentum by {difference(few_moving.scheme, 'FedAvg-Global Momentum')}.")  # fmt: skip
-for winner in dict.fromkeys(map(beaten_by, stored)):
-    if winner:
-        losers = ", ".join(p.scheme for p in stored if beaten_by(p) == winner)
-        lines.append(
-            f"**{winner}** sends less than each of the following and is more accurate (the interval of the difference lies above zero): {losers}. If only bytes "
-            f"and accuracy matter, there is no reason to choose one of these for this training.")  # fmt: skip
+winners: dict[str, list[str]] = {}  # a method, with any number of entries: those that it beats
+for losing in stored:
+    if winner := beaten_by(losing):
+        winners.setdefault(winner.partition("-K")[0], []).append(losing.scheme)
+for winner, losers in winners.items():
+    lines.append(
+        f"**{winner}**, with one of its numbers of entries, sends less than each of the following and is more accurate (the interval of the difference lies above "
+        f"zero): {', '.join(losers)}. If only bytes and accuracy matter, there is no reason to choose one of these for this training.")  # fmt: skip
 for one, other, better, what in (
     ("TCS", "TCS-Random", True, "Does it help that the shared mask follows the last update?"),
     (

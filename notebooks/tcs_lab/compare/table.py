@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from tcs_lab.compare.scoring import EQUAL, Point, PointComparison, Scores, find_front
@@ -148,7 +149,8 @@ def comparison_figure(scores: Scores, method: str = "") -> Any:
             xscale="log",
             xlabel="megabytes that one client sends and receives in the whole run (log scale)",
         )
-        axes.set(ylabel="final accuracy (%)")
+        axes.set(ylabel="final accuracy (%), stretched towards 100 %")
+        _stretch(axes)
         axes.margins(0.08, 0.12)
         plain_log(axes.xaxis)
         axes.grid(alpha=0.25)
@@ -159,6 +161,19 @@ def comparison_figure(scores: Scores, method: str = "") -> Any:
         confidence = f"bars: {scores.confidence:.0%} intervals"
         figure.suptitle(f"{what}\ngrey line: the fewest bytes for an accuracy; {confidence}")
     return figure
+
+
+def _stretch(axes: Any) -> None:
+    """Give the high accuracies of the y-axis more room, because most methods lie there."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    def place(accuracy: Any) -> Any:
+        return -np.log(np.maximum(101 - np.asarray(accuracy, float), 1e-3))
+
+    axes.set_yscale("function", functions=(place, lambda at: 101 - np.exp(-np.asarray(at))))
+    axes.yaxis.set_major_locator(FixedLocator([0, 20, 40, 60, 70, 80, 85, 90, 92, 94, 96, 98, 100]))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
 
 
 def _draw_stored(axes: Any, stored: Mapping[str, list[Point]]) -> list[Any]:
