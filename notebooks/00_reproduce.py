@@ -143,7 +143,7 @@ if len(measured):
         "**In short.** We compare final test accuracies, in percentage points, with that of centralized training, which is "
         f"called the *Baseline*. TCS {ended('TCS')}. TCS-L4-Q5, which is TCS with four local steps per round and 5-bit "
         f"values, {ended('TCS-L4-Q5')}. FedAvg, which here sends everything after one local step, {ended('FedAvg')}. The "
-        "paper has no result of FedAvg. All methods but the Baseline use the learning rate of the paper's Table 1, scaled to our batches."))  # fmt: skip
+        "paper has no result of FedAvg. Here, all methods but the Baseline use the learning rate of the paper's Table 1, scaled to our batches."))  # fmt: skip
     display(Markdown(lab.markdown(pd.DataFrame([compared(row) for row in measured.itertuples()]))))
     heading = "Accuracy against traffic: {}, {} epochs".format(*setting)
     picture = io.BytesIO()
@@ -159,8 +159,9 @@ print(f"This page is drawn from {len(drawn_runs)} records in results/{shown}/run
 # the tables below, -LF means that every layer gets at least a minimum share of the entries, in the shared mask and in each client's own
 # mask. -PLF does this for the shared mask only. *Global Momentum* means that the server and all clients apply the same momentum to the
 # averaged update. [09_your_own_scheme](09_your_own_scheme.ipynb) explains all suffixes. In *top-K*, every client sends the largest entries
-# of its own update together with their positions. The paper trains a larger network for longer, so its accuracies are higher than ours. So
-# compare the differences from the Baseline. Even these need not be equal, because our training is a smaller one.
+# of its own update together with their positions. The paper trains a larger network for longer, on larger images and twice as many of them,
+# so its accuracies are higher than ours. So compare the differences from the Baseline. Even these need not be equal, because our training
+# is a smaller one.
 #
 # ## Make it yourself
 #
@@ -217,11 +218,12 @@ for t, table in drawn.items():
 # In profile `evidence` our intervals come from one statistical model of all runs, which was fixed before the first run. Some seeds give
 # slightly higher accuracies than others, whatever the method, and the model takes this into account. So where a method has fewer seeds than
 # the Baseline, its difference can deviate from the difference of the two accuracies that are printed. (Elsewhere, they differ by rounding.)
-# The learning rate η in a table's title is the paper's. (Table 3 has 0.5, as Table 1.) In our runs it is scaled to our smaller batches. The
-# Baseline has its own learning rate, so its row is the same in all three tables. In Table 3, methods that use momentum should be compared
-# with *Baseline-Momentum* instead, which is centralized training with momentum. (For TCS, the paper prints a standard deviation of 0.143 in
-# its Table 1 and of 0.128 in its Table 3.) [13](13_evidence.ipynb) judges the paper's claims by the same model. Other profiles have no such
-# model. Their intervals are Student's t intervals over the seeds that a method and the Baseline have in common.
+# The learning rate η in a table's title is the paper's. (The title of Table 3 has none; it is 0.5, as in Table 1.) In our runs it is scaled
+# to our smaller batches. The Baseline has its own learning rate, so its row is the same in all three tables. In Table 3, methods that use
+# momentum should be compared with *Baseline-Momentum* instead, which is centralized training with momentum. (For TCS, the paper prints a
+# standard deviation of 0.143 in its Table 1 and of 0.128 in its Table 3.) [13](13_evidence.ipynb) judges the paper's claims by the same
+# model. Other profiles have no such model. Their intervals are Student's t intervals over the seeds that a method and the Baseline have in
+# common.
 #
 # In the column of bits, the first number is the paper's formula. The second is counted in the messages that were sent after the warm-up
 # (the first epochs, in which nothing is compressed). It can be larger, because messages contain some numbers that the formula leaves out.

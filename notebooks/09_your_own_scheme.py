@@ -124,7 +124,8 @@ class RunningAverage(tcs.TCS):
 
 # %% [markdown]
 # `keeps` lists the attributes that must be saved so that an interrupted run can continue. `register_scheme` gives the rule the name
-# `TCS-Average`, which accepts every suffix. The scheme sends as many bits as TCS, because it declares the same fractions $\phi$:
+# `TCS-Average`, to which the suffixes of TCS can be added. The scheme sends as many bits as TCS, because it declares the same fractions
+# $\phi$:
 
 # %% tags=["nbval-check-output"]
 for suffix in ("", "-L4", "-Q5", "-L4-Q5", "-LF"):
@@ -255,8 +256,8 @@ lab.show_figures()
 #
 # The first is that errors accumulate. The update is zero outside the masks, so a new entry of the shared mask can only come from a client's
 # own mask. What the client sends there has accumulated over many rounds. The entry is therefore large once, enters the shared mask, and is
-# small again one round later. The second cause is noise. In the dense rounds nothing accumulates, and still TCS keeps even less of its
-# mask. The running average reduces both effects.
+# small again one round later. The second cause is noise. In the dense rounds nothing accumulates, and still the mask that TCS would choose
+# keeps even fewer of its positions. The running average reduces both effects.
 #
 # ## Names and values of your own
 #
@@ -335,7 +336,7 @@ display(Image(lab.save_figure(drawn, folder / "own_schemes"), width=700, alt=wor
 # 2. `bit_budget(name, D)` is the formula for a model of D parameters. The numbers of entries are rounded up to whole numbers, and the
 #    magnitudes that a quantizer sends are counted as well.
 # 3. `bits_per_parameter(record)` adds up the sizes of the codes that were sent after the warm-up, by a client (*sent up*) and by the server
-#    (*sent down*).
+#    (*sent down*), and divides by the numbers of parameters and of local steps.
 
 # %%
 rows = []
@@ -438,8 +439,8 @@ claim("the replay accepts the honest rules and rejects the cheat", honest == rig
 # other ways, as a pair of classes (one for the client, one for the server), or as a class that compresses one tensor at a time. The folder
 # [examples](examples) has an example of each.
 #
-# The next cell shows the rows that are stored for all known methods, and the row of `Average-Mask`, the scheme in `mask_rule.py`, if you
-# have made it.
+# The next cell shows the rows of known methods that have been made so far, and the row of `Average-Mask`, the scheme in `mask_rule.py`, if
+# you have made it.
 
 # %%
 track = compare.track.read_track()

@@ -71,7 +71,7 @@ plt.rcParams["figure.dpi"] = 90
 # - `paper_warmup = 1` shortens the warm-up of the paper's schedule. The schemes with a dense warm-up then save more, and those
 #   without a warm-up as much as before.
 # - `baseline_scheme = "FedAvg"` compares every scheme with dense training. In the table *Comparison with FedAvg*, TCS-M2-E3-K4++ then gets
-#   the verdict *contradicted*, because it ends more than half a point lower.
+#   the verdict *contradicted*, because the whole interval of its difference lies below minus half a point.
 # - `target = 0.5` asks for less accuracy. The schemes then need fewer megabytes to reach it.
 
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
@@ -135,17 +135,18 @@ print(
 # %% [markdown]
 # The quantizer sorts the magnitudes into intervals ([notebook 07](07_fractional_quantization.ipynb)). A value is sent as its sign and the
 # number of its interval, and the mean of each interval is sent once. In schemes whose name ends in `+`, a sign still takes one bit. What
-# changes is the code of the other parts. The numbers of the intervals are compressed with zlib if that makes them shorter, separately for
-# the values in the shared mask and for the client's own. For the positions, the `+` code stores the gaps between them in a Golomb–Rice
-# code, which needs few bits for short gaps. It does so layer by layer where this is shorter.
+# changes is the code of the interval numbers and of the positions. The numbers of the intervals are compressed with zlib if that makes them
+# shorter, separately for the values in the shared mask and for the client's own. For the positions, the `+` code stores the gaps between
+# them in a Golomb–Rice code, which needs few bits for short gaps. It does so layer by layer where this is shorter.
 
 # %%
 lab.show_code(shorter_codes.encode_entropy)
 
 # %% [markdown]
 # The table shows how many bytes each part of a message takes by the paper's formula, in the paper's code and in the `+` code. It is the
-# message of one client in the last round. The last column is the entropy, a lower bound: no code that knows only how often each interval
-# occurs can be shorter on average, and no code of positions, if all positions outside of the shared mask are equally likely.
+# message of one client in the last round. The last column is the entropy, a lower bound. For the interval numbers, no code that knows only
+# how often each interval occurs can be shorter on average. For the positions, no code can be shorter on average if all positions outside of
+# the shared mask are equally likely.
 
 # %%
 PARTS = ["header, checksum, padding", "means", "signs", "intervals of shared values",
@@ -217,8 +218,9 @@ lab.show_figures()
 # hardly at the paper's size. The `+` code saves bytes in the numbers of the intervals and in the positions.
 #
 # Why can these two parts be shortened? The paper's code gives every interval the same number of bits, which would be best if all intervals
-# were equally likely. And the paper's code of positions (its Algorithm 4) is made for positions that are equally likely everywhere. Neither
-# is the case:
+# were equally likely. And the paper's code of positions (its Algorithm 4) is made for positions that are equally likely everywhere. (Even
+# for these, it takes somewhat more bits than necessary; see *At the paper's size*.) Here, neither the intervals nor the positions are
+# equally likely:
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 fig, axes = plt.subplots(1, 2, figsize=(9.2, 3.8), layout="constrained")
@@ -336,9 +338,9 @@ lab.show_figures()
 # ## At the paper's size
 #
 # How much `+` saves depends on the values. Here, messages have as many entries as those of the paper's network, and their values are random
-# numbers. They do not come from a training, so these results are only an indication. In the messages of the small training above, `+` saved
-# much less of a TCS-Q5 message than the table below shows for schemes with 5-bit values. For positions, there is a bound to compare with:
-# if all sets of $K$ positions among $D$ are equally likely, no code can use fewer than $\log_2\binom{D}{K}$ bits on average.
+# numbers. They do not come from a training, so these results are only an indication. In the small training above, `+` made messages with
+# 5-bit values only 12 % shorter, and in the table below it makes them 33 % shorter. For positions, there is a bound to compare with: if all
+# sets of $K$ positions among $D$ are equally likely, no code can use fewer than $\log_2\binom{D}{K}$ bits on average.
 
 # %%
 large, rows = PaperSize(paper_clients), []
@@ -516,8 +518,8 @@ lab.show_figures()
 # The column *difference, points* shows by how many percentage points of accuracy a scheme ends above or below the paper's shortest scheme.
 # The column *no worse* judges this difference. The verdict is *supported* if the whole interval lies above minus half a point (the
 # parameter `no_loss`), *contradicted* if the whole interval lies below it, and *open* otherwise. With one seed there is no interval, so the
-# verdict is *open*. It says nothing about dense training: FedAvg ends above every `++` scheme here (column *difference from FedAvg*). The
-# last two columns show the megabytes until the accuracy `target` is reached, and the seconds that these take on each link.
+# verdict is *open*. This column does not compare with dense training. The column *difference from FedAvg* does, and FedAvg ends above every
+# `++` scheme. The last two columns show the megabytes until the accuracy `target` is reached, and the seconds that these take on each link.
 
 
 # %%
@@ -578,9 +580,9 @@ display(
 #
 # This section has another subject and other trainings, those of the main comparison in notebook 13 (a ResNet-18 of a quarter of the width,
 # 80 epochs). Does sparsification cost more if each client has mainly images of some classes? (The classes are divided by a Dirichlet
-# distribution with α = 0.3.) Or if only half of the clients take part in a round? And how often do two clients choose the same entry for
-# their own masks? These trainings were planned, but no rule was fixed in advance that decides these questions. So we only describe what we
-# saw.
+# distribution with α = 0.3.) Does it cost more if only half of the clients take part in a round? And how often do two clients choose the
+# same entry for their own masks? These trainings were planned, but no rule was fixed in advance that decides these questions. So we only
+# describe what we saw.
 #
 # Each row of the next table is the difference in accuracy between two schemes, for the unequal clients that the row names and for equal
 # clients. The intervals for unequal clients are Student's t intervals over the seeds of the two schemes in the row. (The plan provided for
@@ -629,7 +631,7 @@ display(Markdown(lab.markdown(by_seed) if len(by_seed) else "None of these train
 # 3. For the paper's network and with random values, TCS-L4-Q5++ sends more than 1,910 times fewer bits than dense training, if the whole training and both
 #    directions are counted. This also holds for a scheme with a sparse warm-up, and for one with smaller masks in more rounds.
 #
-# None of these three statements is about accuracy. *What we saw* repeats the verdicts on accuracy from the table above.
+# None of these three statements is about accuracy. *What we saw* repeats three of the verdicts on accuracy from the table above.
 
 # %%
 claimed = lab.paper_factor("TCS-L4-Q5")

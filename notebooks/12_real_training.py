@@ -117,9 +117,9 @@ start = (
     "**In short.** The hook exchanges only selected entries of a gradient. Without a shared mask, every process sends its own largest "
     "entries (*top-K*). With *TCS*, all processes also share a *mask*, a set of positions. In the name TCS 1 and 0.5 %, 1 % of the entries are on "
     "the shared mask, and each process chooses another 0.5 %. With two processes and 10 million parameters, the hook makes steps much shorter on "
-    "links of up to 1,000 Mbit/s. So does PowerSGD. In a GPT of 1.1 million parameters, the hook and PowerSGD cost about the same loss. PowerSGD is the fastest at 10 Mbit/s, and the hook at 200 and 1,000 Mbit/s. "
+    "links of up to 1,000 Mbit/s. So does PowerSGD. In a GPT of 1.1 million parameters, the hook and PowerSGD cost about the same loss. With 10 million parameters, PowerSGD has the shortest steps at 10 Mbit/s, and the hook at 200 and 1,000 Mbit/s. "
     "At 10,000 Mbit/s, bf16 is faster than both, and the hook gains too little to be worth its loss. With eight or more processes, PowerSGD is the better choice on links "
-    "of up to 200 Mbit/s. With as many processes, the hook "
+    "of up to 200 Mbit/s. With eight processes, the hook "
     "has a loss as low as PowerSGD only with a larger shared mask (2 %) or with none (top-K). The times for two processes were measured on CPUs, and those for more processes are calculated from them. On GPUs, the order may be another one."
 )
 display(Markdown("\n".join([start, "", lab.markdown(pd.DataFrame(lines))])))
@@ -127,9 +127,9 @@ display(Markdown("\n".join([start, "", lab.markdown(pd.DataFrame(lines))])))
 # %% [markdown]
 # The table joins two recorded experiments. The loss is that of a GPT of 1.1 million parameters with AdamW, trained by two simulated
 # processes, in nats per character, with 95 % intervals; a positive number is worse. The seconds per step were measured with a network of
-# linear layers, with 10 million parameters, on two real processes. Each process has a link of its own, and the head of the column says its
-# speed in each direction. The bf16 hook sends gradients as 16-bit numbers. PowerSGD, another hook of PyTorch, sends low-rank approximations
-# of them.
+# linear layers, with 10 million parameters, on two real processes. They ran on one machine, whose network speed was limited as if each had
+# a link of its own. The head of the column says the speed of this link in each direction. The bf16 hook sends gradients as 16-bit numbers.
+# PowerSGD, another hook of PyTorch, sends low-rank approximations of them.
 #
 # This page uses five networks:
 #
@@ -415,7 +415,7 @@ if small.diverged:
 # Three things can be read from the table of AdamW.
 #
 # - **What each rank chooses matters more than what all ranks share.** Compare settings with the same shared mask: the loss falls clearly when the
-#   ranks' own masks grow. Compare settings with the same own mask: the loss falls less when the shared mask grows. The paper's split, ten to one, is a poor
+#   ranks' own masks grow. Compare settings with the same own mask: when the shared mask grows, the loss falls less, and with 0.5 % own entries not at all. The paper's split, ten to one, is a poor
 #   choice here.
 # - **With two ranks, no setting of TCS was clearly better than top-K with as many bytes.** TCS 0.5 and 0.25 % sends as many bytes as top-K 0.5 %, and TCS 1 and 0.5 % as many as top-K 1 %. The next cell has the differences of the loss, whose intervals contain 0. This may change with the number of ranks, because the traffic of what each rank
 #   chooses grows with it.
@@ -493,8 +493,8 @@ for stage, words in ((million, "two"), (eight, "eight")):
 #
 # The next picture joins loss and seconds. The loss is that of the GPT of 1.1 million parameters. The seconds are those of the network, the
 # number of processes and the link that its title names. You can choose others in the second grey cell (`compared_network`, `compared_ranks`
-# and `compared_link`). Filled points are measured seconds, which we have for two processes and five speeds. Empty points are calculated
-# ones. For up to four processes, the losses are those with two, and for more processes those with eight.
+# and `compared_link`). Filled points are measured seconds, which this picture has for two processes and five speeds. Empty points are
+# calculated ones. For up to four processes, the losses are those with two, and for more processes those with eight.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 stage = million if compared_ranks < 5 else eight
@@ -510,8 +510,8 @@ lab.show_figures()
 # %% [markdown]
 # The first table has the seconds on all links, for the network and the number of processes in the title of the picture. (For more than two
 # processes, they are calculated and marked with ≈.) The second table lists for all networks the settings of the hook that are as good as
-# PowerSGD in both respects: they take no more seconds per step, and the interval of their loss minus that of PowerSGD ends at or below
-# +0.02 nats. *All* means the four settings of the hook, of which top-K is one.
+# PowerSGD in seconds and in loss (bytes are not compared here): they take no more seconds per step, and the interval of their loss minus
+# that of PowerSGD ends at or below +0.02 nats. *All* means the four settings of the hook, of which top-K is one.
 
 # %%
 own_links = [10, 50, 200, 1000, 10_000]
@@ -541,8 +541,9 @@ for own in (10, 50, 200):
     )
 
 # %% [markdown]
-# At 10 Mbit/s, the calculation is right within 7 %. At 50 and 200 Mbit/s, some steps took longer than calculated. Probably this is because
-# four processes share two cores here, so that each of them computes at about half the speed. The calculation does not contain this.
+# At 10 Mbit/s, the calculation is right within 7 %. At 50 and 200 Mbit/s, steps took up to 1.5 times as long as calculated. Probably this
+# is because four processes share two cores here, so that each of them computes at about half the speed. The calculation does not contain
+# this.
 #
 # **What we would use.** For networks of 10 million parameters or more and two processes, use PowerSGD on links of 10 and 50 Mbit/s. On
 # links of 200 and 1,000 Mbit/s, use the hook with its default, TCS with 1 and 0.5 %. It was faster than PowerSGD there, and in the GPT of
@@ -550,11 +551,12 @@ for own in (10, 50, 200):
 # parameters and 50 Mbit/s, TCS with 0.5 and 0.5 % was slightly faster than PowerSGD.) With four processes, use PowerSGD up to 200 Mbit/s,
 # and the hook at 1,000 Mbit/s, where it is faster by calculated seconds. (We have no losses for four processes.) With eight or more
 # processes, use PowerSGD on links of up to 200 Mbit/s. With eight processes on links of 1,000 Mbit/s, the hook with 2 and 0.5 % took no
-# longer than PowerSGD by calculated seconds, and its loss in the GPT was as low. (For the GPT itself, this is true of top-K 1 % only.) With
-# its default, the loss of the hook was slightly higher. With sixteen processes, use PowerSGD there, too. On a link of 10,000 Mbit/s, a step
-# with the hook takes at least two thirds of the time of a plain one, which hardly makes up for its loss. In the larger networks, bf16 takes
-# about as long or less. (We have not measured its loss.) With SGD with momentum, give the momentum to the hook. We have compared losses for
-# only one kind of model and one length of training, and measured no GPUs, so test your choice on your own training.
+# longer than PowerSGD by calculated seconds, and its loss in the GPT was as low. (In the GPT itself, such a step takes longer than one with
+# PowerSGD, and only top-K 1 % is as good in both.) With its default, the loss of the hook was slightly higher. With sixteen processes, use
+# PowerSGD on such links, too. With two processes and links of 10,000 Mbit/s, a step with the hook takes at least three quarters of the time
+# of a plain one, which hardly makes up for its loss. With more processes it can be two thirds, but there, bf16 takes about as long or less
+# in the larger networks. (We have not measured the loss of bf16.) With SGD with momentum, give the momentum to the hook. We have compared
+# losses for only one kind of model and one length of training, and measured no GPUs, so test your choice on your own training.
 
 # %% [markdown]
 # ## Larger masks, and plain SGD
@@ -572,8 +574,9 @@ if len(costs.records) < costs.planned:
     print(f"{costs.planned - len(costs.records)} of {costs.planned} planned runs are missing.")
 
 # %% [markdown]
-# In this study, the verdict on masks of 10 % is *nothing* with all three optimizers, and also with momentum that is corrected for SGD. With
-# AdamW and corrected momentum, it is *open*. We have not varied the length of these trainings, and we did not clip gradients.
+# In this study, the verdict on masks of 10 % is *nothing* with all three optimizers (AdamW, SGD, and SGD with momentum), and for SGD with
+# corrected momentum, too. With AdamW and corrected momentum, it is *open*. We have not varied the length of these trainings, and we did not
+# clip gradients.
 #
 # ## To be copied
 #
@@ -645,7 +648,8 @@ print(f"On this one machine, the runs took {' and '.join(took)}.")
 
 # %% [markdown]
 # The hook has three costs: a somewhat higher loss after the same number of steps, the time to select entries, and memory. The errors alone
-# need as much memory as the gradients. Where sending is cheap, as within one machine, the hook gains too little to be worth its loss.
+# need as much memory as the gradients. (The peak in the table above rises by less than that. We have not looked into the reason.) Where
+# sending is cheap, as within one machine, the hook gains too little to be worth its loss.
 #
 # Next: [13_evidence](13_evidence.ipynb) shows which results of the paper we could confirm.
 

@@ -16,8 +16,8 @@
 #
 # *How to use it*: the grey bars are folded code cells; click one to open it. The second one holds the settings. If you set `below = 0.3`, a
 # method may end at most 0.3 points below FedAvg, and the first line of *What to choose* should name another method. With `latency = 10`
-# (milliseconds), all times in the section *The time on a link* should become shorter by the same number of minutes, which matters most on
-# fast links. With `links = [1, 1000]` (Mbit/s), the last column there should show hardly more than the latency.
+# (milliseconds), the times in the section *The time on a link* should become shorter by 12 minutes, and those of methods with -L4 by 3
+# minutes. With `links = [1, 1000]` (Mbit/s), the last column there should show hardly more than the latency.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
@@ -77,7 +77,7 @@ if stored:
     display(Markdown(
         f"**In short.** We trained a small network with {sum(map(bool, scores.stored.values())) - 1} federated methods. Some of them we also trained "
         f"with fewer entries (-K4 in a name means a quarter of the usual number). "
-        f"For their accuracy, these {len(sure) + 1} need the fewest bytes: {listed}. For comparison: {others} Methods that need more bytes than {near.scheme} are more "
+        f"Up to {lab.format_number(near.both)} MB, no other method is more accurate with as few bytes than these {len(sure) + 1}: {listed}. For comparison: {others} Methods that need more bytes than {near.scheme} are more "
         f"accurate by at most {best.accuracy - near.accuracy:.1f} points, which may be chance (a difference of two methods is uncertain by "
         f"± {(gap.high - gap.low) / 2:.1f} points). Centralized training reached {central.accuracy:.1f} %. The accuracies are means of {stored[0].n} seeds, "
         f"each method at its best learning rate. The megabytes are those that one client sends and receives in the whole training."))  # fmt: skip
@@ -88,11 +88,11 @@ else:
 
 # %% [markdown]
 # In the picture, the best corner is the upper left one: accurate with few megabytes. The thick grey line joins the best federated methods.
-# A method is on this line if every method that is more accurate here needs more megabytes.
+# A method is on this line if no other one here is more accurate with as many megabytes or fewer.
 #
 # The names have these parts:
 #
-# - `-L4`: four local steps per round. `-Q5`: a value takes 5 bits. `-D1`: the server also sends one bit per value, as the clients do.
+# - `-L4`: four local steps per round. `-Q5`: a value that a client sends takes 5 bits. `-D1`: the server also sends one bit per value, as the clients do.
 # - `-K4`, `-K16`: a quarter or a sixteenth of the usual number of entries.
 # - TCS-Random is TCS with a shared mask that is drawn at random in each round. The clients add entries of their own, as in TCS.
 # - In rand-K, everything that is sent lies on such a random mask. The clients add no entries of their own.
@@ -191,8 +191,8 @@ for losing in stored:
         winners.setdefault(winner.partition("-K")[0], []).append(losing.scheme)
 for winner, losers in winners.items():
     lines.append(
-        f"**{winner}**, with one of its numbers of entries, sends less than each of the following and is more accurate (the interval of the difference lies above "
-        f"zero): {', '.join(losers)}. If only bytes and accuracy matter, there is no reason to choose one of these for this training.")  # fmt: skip
+        f"For each of the following methods, **{winner}** with one of its numbers of entries sends less and is more accurate (the interval of the difference lies "
+        f"above zero): {', '.join(losers)}. If only bytes and accuracy matter, there is no reason to choose one of these for this training.")  # fmt: skip
 for one, other, better, what in (
     ("TCS", "TCS-Random", True, "Does it help that the shared mask follows the last update?"),
     (
@@ -318,7 +318,7 @@ print(f"Minutes of communication in the whole training, with {latency:g} ms of l
 measured = links_of.read_stages("GPT", "10 million, settings", "100 million, settings")
 least, most, count = measured.compare_bytes_over_rate()
 print(
-    f"In these {count} cases, the measured time was {least:.2f} to {most:.2f} times the calculated one, so the times above may be wrong by as much."
+    f"In these {count} cases, the measured time was {least:.2f} to {most:.2f} times the calculated one. So the part of the times above that comes from bytes may be wrong by as much."
 )
 
 # %% [markdown]
@@ -379,7 +379,7 @@ print("By these intervals,", "; ".join(f"{', '.join(names)} {'is' if len(names) 
 # %% [markdown]
 # On text, we would first try DGC, which was more accurate than FedAvg with about a ninth of its bytes. (This may come from its momentum,
 # which FedAvg does not have here.) If momentum is not wanted, we would try TCS-Q5. Of the methods that are not distinguishable from FedAvg,
-# only STC sends fewer bytes, and its interval is so wide that it says nothing.
+# only STC sends fewer bytes than TCS-Q5, and its interval is so wide that it says nothing.
 #
 # ## Who they are
 #
