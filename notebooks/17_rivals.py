@@ -77,7 +77,7 @@ if stored:
     display(Markdown(
         f"**In short.** We trained a small network with {sum(map(bool, scores.stored.values())) - 1} federated methods. Some of them we also trained "
         f"with fewer entries (-K4 in a name means a quarter of the usual number). "
-        f"Up to {lab.format_number(near.both)} MB, no other method is more accurate with as few bytes than these {len(sure) + 1}: {listed}. For comparison: {others} Methods that need more bytes than {near.scheme} are more "
+        f"Up to {lab.format_number(near.both)} MB, these {len(sure) + 1} are the most accurate for their bytes: {listed}. For comparison: {others} Methods that need more bytes than {near.scheme} are more "
         f"accurate by at most {best.accuracy - near.accuracy:.1f} points, which may be chance (a difference of two methods is uncertain by "
         f"± {(gap.high - gap.low) / 2:.1f} points). Centralized training reached {central.accuracy:.1f} %. The accuracies are means of {stored[0].n} seeds, "
         f"each method at its best learning rate. The megabytes are those that one client sends and receives in the whole training."))  # fmt: skip
