@@ -413,7 +413,7 @@ def test_nothing_recorded_is_said_and_no_error(tmp_path):
                 str(path), None, {"evidence": "paper"}, progress_bar=False, cwd=str(tmp_path)
             )
             text = "".join(o.get("text", "") for c in made.cells for o in c.get("outputs", []))
-            assert re.search(r"runs without a record: TCS( \(all \d seeds\))?, TCS-L2", text)
+            assert re.search(r"without a record: TCS( \(all \d seeds\))?, TCS-L2", text)
     finally:
         for new in set(folder.rglob("*")) - set(before):
             new.unlink()
