@@ -28,7 +28,7 @@
 # The name of a scheme says which changes it contains. Earlier notebooks explain the suffixes `-L4` (four local steps per round) and `-Q5`
 # (five bits per value). This notebook adds these:
 #
-# | suffix | what it does | lossless |
+# | suffix&nbsp;&nbsp;&nbsp;&nbsp;&nbsp; | what it does | lossless |
 # |:---|:---|:---|
 # | <nobr>`+`</nobr> | uses shorter codes for the numbers of the intervals and for the positions | yes |
 # | <nobr>`-M<q>`</nobr> | uses the quantizer of Lloyd and Max with q bits instead of the paper's | no |
