@@ -103,7 +103,7 @@ In the main comparison, we saw no difference in accuracy. We had planned to ask 
 
 {controls} On synthetic images, {random}
 
-The paper's idea is that the positions of the largest entries change slowly. Most of them do not stay: of the largest 1 % of the entries of an averaged update of FedAvg, {seen} are again among the largest in the next round (n = {count}). Chance alone would give {by_layers}, because the large entries are concentrated in a few layers. (We drew random positions, with the real number in each layer.) Of the {could_stay} in 100 that chance does not explain, about {stay_beyond} stay. The plan asked for half of them. (Our batches are smaller than the paper's, so our updates are noisier, and positions may stay less long.)
+The paper's idea is that the positions of the largest entries change slowly. Most of them do not stay: of the largest 1 % of the entries of an averaged update of FedAvg, {seen} are again among the largest in the next round (n = {count}). Chance alone would give {by_layers}, because the large entries are concentrated in a few layers. (We drew random positions, with the real number in each layer.) Of the {could_stay} in 100 that chance does not explain, about {stay_beyond} stay. The plan asked for half of them. (Our batches are smaller than the paper's, so our updates are noisier, and positions may stay less long. But in our one training of FedAvg with the full network and the paper's batches, few stay beyond chance, too: see [notebook 13](notebooks/13_evidence.ipynb).)
 
 ### What about momentum?
 
