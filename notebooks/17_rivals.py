@@ -195,6 +195,8 @@ for winner, losers in winners.items():
         f"above zero): {', '.join(losers)}. If only bytes and accuracy matter, there is no reason to choose one of these for this training.")  # fmt: skip
 for one, other, better, what in (
     ("TCS", "TCS-Random", True, "Does it help that the shared mask follows the last update?"),
+    ("TCS-K4", "TCS-Random-K4", True, "Does it help with a quarter of the entries?"),
+    ("TCS-K16", "TCS-Random-K16", True, "Does it help with a sixteenth of the entries?"),
     (
         "TCS",
         "top-K",
