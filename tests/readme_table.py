@@ -357,8 +357,9 @@ def random_mask_gap() -> str:
     """The same in words."""
     gap = random_mask_estimate()
     chance = "This could be chance. " if gap.low < 0 < gap.high else ""
-    words = track_gap("TCS", "TCS-Random")
-    return f"TCS differed from the random mask by {words}. {chance}[Notebook 17](notebooks/17_rivals.ipynb) has more on this."
+    words, few = track_gap("TCS", "TCS-Random"), track_gap("TCS-K16", "TCS-Random-K16")
+    fewest = f"If both send a sixteenth of the entries, TCS differed from it by {few}. "
+    return f"TCS differed from the random mask by {words}. {chance}{fewest}[Notebook 17](notebooks/17_rivals.ipynb) has more on this."
 
 
 def point_of(name: str) -> compare.scoring.Point:
