@@ -337,7 +337,7 @@ def meaning_of_the_mask(answer: pd.Series) -> str:
 
 def track_gap(one: str, other: str) -> str:
     """By how much a method differed from another one on the track of `tcs compare`, in words."""
-    gap = track_scores().model.estimate({one: 1.0, other: -1.0}, track_scores().confidence)
+    gap = on_track(one, other)
     return by_points({"measured": gap.value, "low": gap.low, "high": gap.high})
 
 
@@ -347,15 +347,9 @@ def sent_after_start() -> list[str]:
     return [lab.format_times(32 / bits["uplink"]) for bits in after]
 
 
-def random_mask_estimate() -> Any:
-    """TCS minus the random mask on the track of `tcs compare`."""
-    scores = track_scores()
-    return scores.model.estimate({"TCS": 1.0, "TCS-Random": -1.0}, scores.confidence)
-
-
 def random_mask_gap() -> str:
-    """The same in words."""
-    gap = random_mask_estimate()
+    """TCS minus the random mask on the track of `tcs compare`, in words."""
+    gap = on_track("TCS", "TCS-Random")
     chance = "This could be chance. " if gap.low < 0 < gap.high else ""
     words, few = track_gap("TCS", "TCS-Random"), track_gap("TCS-K16", "TCS-Random-K16")
     fewest = f"If both send a sixteenth of the entries, TCS differed from it by {few}. "
@@ -638,15 +632,14 @@ def glance_table() -> str:
 
 
 def interval_on_track(one: str, other: str) -> str:
-    gap = track_scores().model.estimate({one: 1.0, other: -1.0}, track_scores().confidence)
+    gap = on_track(one, other)
     return lab.format_interval(gap.value, gap.low, gap.high)
 
 
 def costs_of_compressing_local_steps() -> dict[str, str]:
     """What TCS-L4-Q5 loses to FedAvg-L4 in the short training and on the track of `tcs compare`."""
     worse = difference(*(records(name, "short", seeds=3) for name in ("TCS-L4-Q5", "FedAvg-L4")))
-    local = {"TCS-L4-Q5": 1.0, "FedAvg-L4": -1.0}
-    track = track_scores().model.estimate(local, track_scores().confidence)
+    track = on_track("TCS-L4-Q5", "FedAvg-L4")
     assert worse[2] < 0 > track.high and -worse[0] < -track.value  # as the sentence on them says
     return {"less": f"{-worse[0]:.1f}", "more": f"{-track.value:.1f}"}
 
@@ -689,10 +682,8 @@ ENDS = ("measured", "low", "high")
 
 def advice_block() -> str:
     """Which method to use: first the advice, then the numbers."""
-    scores = track_scores()
-    stc = scores.model.estimate({"STC": 1.0, "TCS": -1.0}, scores.confidence)
     return ADVICE.format(
-        **values_of_the_track() | {"stc": lab.format_interval(stc.value, stc.low, stc.high)},
+        **values_of_the_track() | {"stc": interval_on_track("STC", "TCS")},
         local_steps=costs_of_local_steps("FedAvg-L4", "FedAvg"), compressing=costs_of_local_steps("TCS-L4-Q5", "FedAvg-L4"),
         half=lab.format_interval(*unequal_trainings()[1][1]["TCS"]),
         unequal=lab.format_interval(*unequal_trainings()[1][0]["TCS"]),
@@ -705,14 +696,14 @@ def advice_block() -> str:
 
 def random_below_tcs() -> str:
     """By how many points the random mask ended below TCS on the track of `tcs compare`."""
-    gap = track_scores().model.estimate({"TCS": 1.0, "TCS-Random": -1.0}, track_scores().confidence)
+    gap = on_track("TCS", "TCS-Random")
     assert gap.low < 0 < gap.value  # "may be chance"
     return f"{gap.value:.2f}"
 
 
 def centralized_on_track() -> str:
     """What the track of `tcs compare` says about TCS and centralized training, in words."""
-    gap = track_scores().model.estimate({"TCS": 1.0, "Baseline": -1.0}, track_scores().confidence)
+    gap = on_track("TCS", "Baseline")
     assert gap.low < -0.5 < gap.high  # "open"
     if gap.high < 0:
         return (
@@ -726,7 +717,7 @@ def costs_of_local_steps(first: str, second: str) -> list[str]:
     trainings and on the track of `tcs compare`. Only the first of these can be chance."""
     row = lab.estimate_difference(*judged_records(), (first, 0.5), (second, 0.5))
     short = difference(*(records(name, "short", seeds=3) for name in (first, second)))
-    track = track_scores().model.estimate({first: 1.0, second: -1.0}, track_scores().confidence)
+    track = on_track(first, second)
     assert max(row["measured"], short[2], track.high) < 0 and (row["high"] > 0) == ("Q5" in first)
     return [f"{-row['measured']:.2f}", f"{-short[0]:.1f}", f"{-track.value:.1f}"]
 
@@ -744,6 +735,12 @@ def as_table(rows: Iterable[Iterable[Any]]) -> str:
 def track_scores() -> compare.scoring.Scores:
     """The stored methods of `tcs compare`, with their points and the model of their scores."""
     return compare.scoring.Scores(compare.track.read_track())
+
+
+def on_track(one: str, other: str) -> Any:
+    """Estimate the accuracy of one stored method of `tcs compare` minus that of another, in points."""
+    scores = track_scores()
+    return scores.model.estimate({one: 1.0, other: -1.0}, scores.confidence)
 
 
 def of_scheme(found: Iterable[Record]) -> dict[str, list[Record]]:
@@ -796,7 +793,7 @@ def compare_block() -> str:
     scores = track_scores()
     found = {name: points for name, points in scores.stored.items() if points}
     (n,) = {p.n for points in found.values() for p in points}
-    gap = scores.model.estimate({"TCS": 1.0, "FedAvg": -1.0}, scores.confidence)
+    gap = on_track("TCS", "FedAvg")
     assert {"TCS", "top-K", "STC", "DGC", "QSGD"} < set(found)
     return COMPARE.format(n=n, count=len(found), half=(gap.high - gap.low) / 2)
 
@@ -1202,13 +1199,9 @@ def values_of_momentum() -> dict[str, str]:
 def values_of_the_track() -> dict[str, Any]:
     """What the track of `tcs compare` says."""
     assert not point_of("STC").start and point_of("TCS").start  # as the text says
-    centralized = track_scores().model.estimate(
-        {"TCS": 1.0, "Baseline": -1.0}, track_scores().confidence
-    )
-    assert centralized.low < -0.5 < centralized.high  # "open"
     few = next(p for p in track_scores().stored["top-K"] if p.scheme == "top-K-K4")
     assert 0.95 < few.both / point_of("TCS").both < 1.05  # "about as many"
-    gap = track_scores().model.estimate({"TCS": 1.0, few.scheme: -1.0}, track_scores().confidence)
+    gap = on_track("TCS", few.scheme)
     assert gap.low < 0 < gap.high  # "no advantage"
     return {
         "topk_few": few.both, "topk_tcs": point_of("TCS").both, "topk_gap": track_gap("TCS", few.scheme),

@@ -164,7 +164,10 @@ def comparison_figure(scores: Scores, method: str = "") -> Any:
 
 
 def _stretch(axes: Any) -> None:
-    """Give the high accuracies of the y-axis more room, because most methods lie there."""
+    """Give the high accuracies of the y-axis more room, because most methods lie there.
+
+    Equal distances are equal ratios of 101 % minus the accuracy, so that 100 % has a place, too.
+    """
     from matplotlib.ticker import FixedLocator, NullLocator
 
     def place(accuracy: Any) -> Any:
