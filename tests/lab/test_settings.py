@@ -3,7 +3,6 @@
 import importlib
 import linecache
 import math
-import warnings
 from functools import cached_property
 from pathlib import Path
 
@@ -415,16 +414,3 @@ def test_a_warm_up_leaves_an_epoch_after_it_unless_there_is_only_one(epochs, mos
     assert settings.RunConfig("TCS", epochs=epochs, warmup_epochs=most).warmup == most
     with pytest.raises(ValueError, match=f"warmup_epochs: got {most + 1}, "):
         settings.RunConfig("TCS", epochs=epochs, warmup_epochs=most + 1)
-
-
-@pytest.mark.parametrize("capability, precision, warned", [
-    ("AVX2", "bf16", 1), ("AVX2", "fp32", 0), ("AVX512", "bf16", 0), ("DEFAULT", "bf16", 0),
-])  # fmt: skip
-def test_slow_arithmetic_is_warned_of(capability, precision, warned, monkeypatch):
-    """Without AVX-512, a processor imitates bf16, and a training of hours takes days."""
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    config = lab.RunConfig(scheme="TCS", precision=precision, device="cpu")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        lab.training.training.CrossEntropy(config)
-    assert len([one for one in caught if "AVX-512" in str(one.message)]) == warned

@@ -29,6 +29,7 @@ from tcs_core import Link, Scheme
 from tcs_lab.support.errors import reject_unknown, shorten, validate
 from tcs_lab.support.files import write_json
 from tcs_lab.support.paths import IS_CLONE, LAB, ROOT
+from tcs_lab.training.bf16_convolutions import uses_bf16_convolutions
 from tcs_lab.training.client_threads import uses_client_threads
 from tcs_lab.training.compiled import uses_compilation
 from tcs_lab.training.configuration import RUN_KEYS, RunConfig, digest_of
@@ -139,6 +140,7 @@ def rounding(config: RunConfig) -> dict[str, Any]:
         "side_by_side": uses_side_by_side(config),
         "client_threads": one_core,
         "compiled": uses_compilation(config),
+        "bf16_convolutions": uses_bf16_convolutions(config),
     }
 
 

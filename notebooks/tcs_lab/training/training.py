@@ -6,7 +6,6 @@ import base64
 import contextlib
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, cast
@@ -30,6 +29,7 @@ from tcs_core import (
 from tcs_lab.support.files import cache_folder
 from tcs_lab.tasks.images import Batches, Dataset, Draws, generator_for, load_dataset, partition
 from tcs_lab.tasks.text import GPT, Text, load_text
+from tcs_lab.training.bf16_convolutions import Bf16Convolutions, uses_bf16_convolutions
 from tcs_lab.training.client_streams import ClientStreams, uses_client_streams
 from tcs_lab.training.client_threads import ClientThreads, uses_client_threads
 from tcs_lab.training.compiled import make_passes
@@ -318,7 +318,7 @@ class Training:
         """Return the summed loss of a part of the test samples, and for each whether it is right, bool."""
         inputs, labels = self.feed.test(part)
         pieces = inputs.split(len(inputs) if self.device.type == "cuda" else _CACHED_IMAGES)
-        with _make_autocast(self.config)():
+        with _make_precision(self.config)():
             scores = torch.cat([self.flat.model(piece) for piece in pieces]).float()
         scores, labels = scores.flatten(0, -2), labels.flatten()
         loss = float(F.cross_entropy(scores, labels, reduction="sum"))
@@ -386,29 +386,33 @@ def _phase(config: RunConfig, rounds: int, t: int) -> Phase:
     return Phase(eta, dense, config.scheme.warmup_masks if epoch < warm else 1)
 
 
-def _make_autocast(config: RunConfig) -> Callable[[], contextlib.AbstractContextManager]:
+def _make_precision(config: RunConfig) -> Callable[[], contextlib.AbstractContextManager]:
+    """Make the function that opens a context in which passes have the configured precision."""
     kind, enabled = config.torch_device.type, config.precision == "bf16"
-    if enabled and kind == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2":
-        warnings.warn(
-            "precision: got bf16 on a processor without AVX-512, which takes many times as long as on one "
-            "with it; allowed, but precision=fp32 is much faster here",
-            stacklevel=2,
-        )
-    return partial(torch.autocast, kind, torch.bfloat16, enabled=enabled)
+    autocast = partial(torch.autocast, kind, torch.bfloat16, enabled=enabled)
+    if not uses_bf16_convolutions(config):
+        return autocast
+
+    @contextlib.contextmanager
+    def with_convolutions() -> Iterator[None]:
+        with autocast(), Bf16Convolutions():
+            yield
+
+    return with_convolutions
 
 
 class CrossEntropy:
     """The loss of a federation: mean cross entropy, with passes in the configured precision."""
 
     def __init__(self, config: RunConfig):
-        self.autocast, self.forward = _make_autocast(config), make_passes(config)
+        self.precision, self.forward = _make_precision(config), make_passes(config)
 
     def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, labels = batch
         return F.cross_entropy(self.scores(model, inputs).flatten(0, -2), labels.flatten())
 
     def scores(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        with self.autocast():
+        with self.precision():
             return self.forward(model, inputs).float()
 
     @staticmethod
