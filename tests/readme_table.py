@@ -107,7 +107,7 @@ The paper's idea is that the positions of the largest entries change slowly. Mos
 
 ### What about momentum?
 
-Unless momentum is named, the trainings use plain SGD, as in the paper's first table. Momentum raises the accuracy of centralized training by {helps} points. Compared with centralized training with momentum, TCS without momentum differs by {without_momentum}, and TCS with the paper's *global momentum* by {with_momentum}. In global momentum, the server and all clients apply the same momentum to the averaged update, so that nothing more is sent. On synthetic images, with tuned learning rates, TCS with momentum ended clearly below FedAvg with momentum: it differed by {track_momentum}.
+Unless momentum is named, the trainings use plain SGD, as in the paper's first table. Momentum raises the accuracy of centralized training by {helps}. Compared with centralized training with momentum, TCS without momentum differs by {without_momentum}, and TCS with the paper's *global momentum* by {with_momentum}. In global momentum, the server and all clients apply the same momentum to the averaged update, so that nothing more is sent. On synthetic images, with tuned learning rates, TCS with momentum ended clearly below FedAvg with momentum: it differed by {track_momentum}.
 
 ### Does this hold for the paper's full network?
 
@@ -1195,8 +1195,9 @@ def values_of_momentum() -> dict[str, str]:
     without = lab.estimate_difference(read, found, ("TCS", 0.5), base)
     momentum = lab.estimate_difference(read, found, ("TCS-Global Momentum", 0.5), base)
     assert momentum["low"] < -0.5 < momentum["high"] < 0  # "open" in the table
+    helps = judged_rows()["momentum-baseline"]
     return {
-        "helps": f"{judged_rows()['momentum-baseline']['measured']:.2f}",
+        "helps": by_points(helps, f"; n = {helps['n']}").removeprefix("+"),
         "without_momentum": by_points(without, f"; n = {without['n']}"),
         "with_momentum": by_points(momentum, f"; n = {momentum['n']}"),
     }
