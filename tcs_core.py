@@ -113,11 +113,11 @@ __all__ = [  # noqa: RUF022
     "CODES", "FAMILIES", "OVERHEAD_BYTES", "PAPER_SHARES", "QUANTIZERS", "RULES", "SERVER",
     "SHARED_FROM", "STAGES", "SUFFIXES", "BlockCode", "Client", "ClientError", "Compressor",
     "Federation", "Feed", "Known", "Link", "LocalTrainer", "MaskRule", "Message", "MessageError",
-    "NotFiniteError", "Phase", "RandK", "Scheme", "Server", "TCS", "TCSState", "TopK", "Traffic",
-    "Wire",
-    "bit_budget", "build_model", "cross_entropy", "decode_message", "decode_positions",
+    "NotFiniteError", "Phase", "RandK", "Scheme", "Server", "Suffix", "TCS", "TCSState", "TopK",
+    "Traffic", "Wire",
+    "bit_budget", "block_for", "build_model", "cross_entropy", "decode_message", "decode_positions",
     "encode_message", "encode_positions", "estimate_floor", "fractional_dequantize",
-    "fractional_quantize", "kept", "layer_sizes", "layerwise_top_k_positions",
+    "fractional_quantize", "kept", "layer_sizes", "layerwise_top_k_positions", "layout_of",
     "mask_to_positions", "message_bits", "positions_to_mask", "random_positions",
     "register_quantizer", "register_scheme", "register_suffix", "resnet18", "scaled_sign",
     "tcs_hook", "top_k_mask", "top_k_positions", "unchanged",
@@ -301,7 +301,7 @@ class Scheme:
         not have, such as phi_global for top-K.
         """
         family, parts = _split_name(name)
-        _check_fields(changes, {"name", "rule"})
+        _check_fields(changes)
         changes = {field: _number(value) for field, value in changes.items()}
         _check_phis(family, changes)
         found = [(part, *_suffix_of(part, name)) for part in parts]
@@ -330,9 +330,9 @@ class Scheme:
 _PHIS = ("phi_global", "phi_local", "phi_min_global", "phi_min_local", "phi_down")
 
 
-def _check_fields(given: Iterable[str], excluded: set[str]) -> None:
-    """Raise ValueError unless these are names of fields of Scheme, and none that is excluded."""
-    allowed = {field.name for field in dataclasses.fields(Scheme)} - excluded
+def _check_fields(given: Iterable[str]) -> None:
+    """Raise ValueError unless these are names of fields of Scheme other than `name` and `rule`."""
+    allowed = {field.name for field in dataclasses.fields(Scheme)} - {"name", "rule"}
     if unknown := sorted(set(given) - allowed):
         known = ", ".join(sorted(allowed))
         raise ValueError(f"unknown field: {', '.join(unknown)}; allowed: {known}")
@@ -353,13 +353,28 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _check_whole(key: str, value: Any, low: int, high: int) -> int:
+def _check_whole(key: str, value: Any, low: int, high: int | None = None) -> int:
     """Return the number as a Python int. Raises ValueError for a bool, a float, or one out of
     range."""
     number = _number(value)
-    if type(number) is not int or not low <= number <= high:
-        _refuse(key, number, f"a whole number from {low} to {high}")
+    if type(number) is not int or number < low or (high is not None and number > high):
+        span = f">= {low}" if high is None else f"from {low} to {high}"
+        _refuse(key, number, f"a whole number {span}")
     return number
+
+
+def _check_flag(key: str, value: Any, more: str = "") -> bool:
+    """Return the flag as a Python bool. Raises ValueError for anything but True and False."""
+    flag = _number(value)
+    if type(flag) is not bool:
+        _refuse(key, value, f"True or False{more}")
+    return flag
+
+
+def _check_tensor(key: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{key}: got a {type(value).__name__}, allowed: a tensor")
+    return value
 
 
 def _check_momentum(value: Any) -> float:
@@ -374,6 +389,18 @@ def _check_momentum(value: Any) -> float:
 def _check_bits(key: str, value: Any) -> None:
     if type(value) is not int or not (1 <= value <= 16 or value == 32):
         _refuse(key, value, "1 to 16, or 32 for float32")
+
+
+def _listed(key: str, value: Any) -> list[Any]:
+    """Return what an iterable contains. Raises ValueError for anything else, and for a string."""
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | dict):
+        _refuse(key, value, "a list")
+    return list(value)
+
+
+def _check_text(key: str, value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        _refuse(key, value, "a string that is not empty")
 
 
 def _check_one_of(key: str, value: Any, known: Iterable[str]) -> None:
@@ -426,7 +453,11 @@ def _suffix_of(part: str, name: str) -> tuple[Suffix, int]:
     for suffix in SUFFIXES:
         match = re.fullmatch(suffix.pattern, part.lower())
         if match:
-            return suffix, int(match[1]) if match.groups() and match[1] else 0
+            digits = (match[1] if match.groups() else None) or "0"
+            if not digits.isdecimal():
+                got = f"the part {digits!r} of {part!r} matches its group"
+                raise ValueError(f"suffix {suffix.form}: {got}, allowed: a whole number")
+            return suffix, int(digits)
     raise ValueError(f"scheme {shorten(name)}: {shorten(part)} is unknown; {_known_schemes()}")
 
 
@@ -504,12 +535,22 @@ def register_suffix(
     - `last`: True for a suffix that changes what other suffixes have set. It is applied after them.
 
     A suffix with the same form is replaced. If several suffixes match a part of a name, the one
-    that was registered first is used. Raises ValueError for a need that is not in this list.
+    that was registered first is used. Raises ValueError for a need that is not in this list, for a
+    pattern that is no regular expression, and for anything but a function.
     """
+    for key, text in (("form", form), ("pattern", pattern), ("says", says)):
+        _check_text(f"suffix: {key}", text)
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        got = f"got {pattern!r} ({error})"
+        raise ValueError(f"suffix {form}: pattern: {got}, allowed: a regular expression") from None
     for need in needs:
         _check_one_of("needs", need, _NEEDS)
 
     def register(change: Callable) -> Callable:
+        if not callable(change):
+            _refuse(f"suffix {form}", change, "a function of the fields and a number")
         SUFFIXES[:] = [suffix for suffix in SUFFIXES if suffix.form != form]
         SUFFIXES.append(Suffix(form, pattern, says, change, needs, last))
         return change
@@ -559,7 +600,8 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
     name that the paper uses, for a name such as "TCS-L4", which already means a family with
     suffixes, and for anything but a class derived from `MaskRule`.
     """
-    _check_fields(fields, {"name", "rule"})
+    _check_text("scheme: name", name)
+    _check_fields(fields)
     papers = name in _THE_PAPERS and (name in FAMILIES or name in RULES)
     if papers or name.endswith("+") or _has_suffixes(name):
         raise ValueError(f"scheme {name!r} is known already: choose another name")
@@ -612,6 +654,9 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
     The suffix applies to what clients send. For what the server sends, set the field
     `down_quantizer`. Raises ValueError for a letter or a name that is already used.
     """
+    if not isinstance(letter, str):
+        _refuse("letter", letter, "letters that begin no other suffix")
+    _check_text("quantizer: name", name)
     form, pattern = f"-{letter}<q>", rf"{letter.lower()}([1-9]\d?)"
     says = f"values of q bits, quantizer {name}"
     others = [suffix for suffix in SUFFIXES if (suffix.form, suffix.says) != (form, says)]
@@ -620,14 +665,16 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
         raise ValueError(f"letter: got {letter!r}, allowed: letters that begin no other suffix")
     if name == "fractional" and name in QUANTIZERS:
         raise ValueError(f"quantizer {name!r} is the paper's: choose another name")
-    if any(suffix.says == says and suffix.form != form for suffix in SUFFIXES):
+    if any(suffix.says == says for suffix in others):
         raise ValueError(f"name: got {name!r}, which another letter stands for: choose a new name")
 
-    @register_suffix(form, pattern, says)
     def _quantized(fields: dict[str, Any], number: int) -> dict[str, Any]:
         return {"value_bits": number, "quantizer": name}
 
     def register(quantize: Quantize) -> Quantize:
+        if not callable(quantize):
+            _refuse(f"quantizer {name}", quantize, "a function of values and intervals")
+        register_suffix(form, pattern, says)(_quantized)
         QUANTIZERS[name] = quantize
         return quantize
 
@@ -665,8 +712,8 @@ def top_k_positions(
     """
     if among_K is not None and excluded is not None:
         raise ValueError("among_K: got one together with excluded, allowed: only one of the two")
+    _check_vector(vector_D)
     k, numbers_D = _number(k), vector_D.detach()
-    _check_vector(numbers_D)
     _check_k(k, len(numbers_D))
     taken_D = None if excluded is None else _as_mask(excluded, numbers_D)
     if not k:
@@ -825,7 +872,7 @@ _NOT_A_NUMBER = "the vector holds a NaN: its largest entries are not defined"
 
 
 def _check_vector(vector_D: Tensor) -> None:
-    if vector_D.dim() != 1:
+    if _check_tensor("vector_D", vector_D).dim() != 1:
         raise ValueError(f"vector_D: got shape {tuple(vector_D.shape)}, allowed: one dimension")
 
 
@@ -836,7 +883,7 @@ def _check_k(k: int, eligible: int) -> None:
 
 
 def _as_mask(mask: Tensor, vector_D: Tensor) -> Tensor:
-    """Return a mask, or positions, as a (D,) mask on the vector's device."""
+    """Return a mask, or positions, as a (D,) mask. Positions are moved to the vector's device."""
     if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, torch.int64):
         got = f"{mask.dtype}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
         raise ValueError(
@@ -863,10 +910,13 @@ def random_positions(k: int, dimension: int, *seed: int) -> Tensor:
     """Draw k different positions out of D = `dimension`: int64 (k,), ascending, on the CPU.
 
     `seed` are one or more whole numbers >= 0. The same numbers always give the same positions, so
-    these need not be sent. Raises ValueError if k is larger than D.
+    these need not be sent. Raises ValueError if k is larger than D, and for other numbers that are
+    not allowed.
     """
-    generator = np.random.default_rng([_number(number) for number in seed])
-    chosen = generator.choice(_number(dimension), _number(k), replace=False, shuffle=False)
+    dimension = _check_whole("dimension", dimension, 1)
+    k = _check_whole("k", k, 0, dimension)
+    numbers = [_check_whole("seed", number, 0) for number in seed]
+    chosen = np.random.default_rng(numbers).choice(dimension, k, replace=False, shuffle=False)
     return torch.from_numpy(np.sort(chosen))
 
 
@@ -877,6 +927,8 @@ def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
     such a position leads to an error of CUDA or to a wrong mask.
     """
     dimension = _number(dimension)
+    if _check_tensor("positions", positions_K).dtype != torch.int64:
+        raise ValueError(f"positions: got {positions_K.dtype}, allowed: torch.int64")
     if is_on_cpu(positions_K) and len(positions_K):
         low, high = positions_K.aminmax()
         if low < 0 or high >= dimension:
@@ -922,7 +974,7 @@ def layerwise_top_k_positions(
     if min(layer_sizes, default=1) < 1:
         raise ValueError(f"layer_sizes: got {shorten(layer_sizes)}, allowed: at least 1 each")
     phi_min = _number(phi_min)
-    if not 0 < phi_min <= 1:
+    if not isinstance(phi_min, Real) or not 0 < float(phi_min) <= 1:
         _refuse("phi_min", phi_min, "a fraction in (0, 1]")
     magnitudes_D = vector_D.detach().abs()
     eligible = len(vector_D)
@@ -979,15 +1031,18 @@ def position_bits(count: int, dimension: int, block: int) -> int:
 @lru_cache(1024)
 def block_for(count: int, dimension: int) -> int:
     """Return the block size, a power of two, that makes the code of `count` positions out of
-    `dimension` entries shortest."""
+    `dimension` entries shortest. Raises ValueError unless 0 <= count <= dimension."""
+    dimension = _check_whole("dimension", dimension, 1)
+    count = _check_whole("count", count, 0, dimension)
     powers = [2**i for i in range(dimension.bit_length())]
     return min(powers, key=lambda block: position_bits(count, dimension, block))
 
 
 def _check_code(dimension: int, block: int) -> tuple[int, int]:
     dimension, block = _number(dimension), _number(block)
-    if dimension < 1 or not block >= 1:
-        raise ValueError(f"dimension, block: got {dimension}, {block}, allowed: >= 1")
+    if any(type(number) is not int or number < 1 for number in (dimension, block)):
+        got = f"dimension, block: got {dimension}, {block}"
+        raise ValueError(f"{got}, allowed: whole numbers >= 1")
     return dimension, block
 
 
@@ -1022,6 +1077,7 @@ def check_positions(positions_K: Tensor, dimension: int, taken_D: Tensor | None 
 
     On a CPU you can give a mask `taken_D` (D,). Then no position may lie inside it.
     """
+    _check_tensor("positions", positions_K)
     if positions_K.dim() != 1 or positions_K.dtype != torch.int64:
         got = f"{tuple(positions_K.shape)} {positions_K.dtype}"
         raise ValueError(f"positions: got shape {got}, allowed: one dimension, int64")
@@ -1045,6 +1101,7 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
     of some set of positions.
     """
     dimension, block = _check_code(dimension, block)
+    _check_tensor("bits", bits)
     if bits.dim() != 1 or bits.dtype != torch.uint8 or (bits > 1).any():
         got = f"{tuple(bits.shape)} {bits.dtype}"
         raise ValueError(f"bits: got {got}, allowed: a one-dimensional uint8 tensor of 0 and 1")
@@ -1090,6 +1147,7 @@ def scaled_sign(values_K: Tensor) -> Tensor:
     which is a third level that one bit could not represent. Values are not checked: if one is NaN
     or infinite, the result is NaN or infinite everywhere.
     """
+    _check_tensor("values", values_K)
     return values_K.abs().mean() * values_K.sign() if len(values_K) else values_K.clone()
 
 
@@ -1115,11 +1173,13 @@ def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tenso
     q = log2(P) + 1 bits. Zeros get the code of the last interval with a positive sign, and are left
     out of its mean. Empty intervals have mean 0.
 
-    Raises ValueError if there is no value, if a value is not finite, or if intervals < 1.
+    Raises ValueError for another shape, if there is no value, if a value is not finite, or for a
+    number of intervals that is not a whole number >= 1.
     """
-    intervals = _number(intervals)
-    if intervals < 1:
-        raise ValueError(f"intervals: got {intervals}, allowed: a whole number >= 1")
+    intervals = _check_whole("intervals", intervals, 1)
+    values_K = _check_tensor("values", values_K).detach()
+    if values_K.dim() != 1:
+        raise ValueError(f"values: got shape {tuple(values_K.shape)}, allowed: one dimension")
     if not len(values_K) or not values_K.isfinite().all():
         what = "NaN or infinity" if len(values_K) else "none"
         raise ValueError(f"values: got {what}, allowed: finite numbers")
@@ -1152,8 +1212,11 @@ def fractional_dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
     `codes_K` (K,) int32 and `means_P` (P,) float32 are those that `fractional_quantize` returns.
     Raises ValueError for a code outside 0..2P - 1.
     """
-    intervals = len(means_P)
-    if len(codes_K) and not 0 <= int(codes_K.min()) <= int(codes_K.max()) < 2 * intervals:
+    intervals = len(_check_tensor("means", means_P))
+    if (
+        len(_check_tensor("codes", codes_K))
+        and not 0 <= int(codes_K.min()) <= int(codes_K.max()) < 2 * intervals
+    ):
         got = f"{int(codes_K.min())} to {int(codes_K.max())}"
         raise ValueError(f"codes: got {got}, allowed: 0 to {2 * intervals - 1}")
     return _dequantize(codes_K, means_P)
@@ -1178,7 +1241,9 @@ def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
     bits of the quantizer's P means are counted, too. For centralized training, where nothing is
     sent, the result is nan.
     """
-    scheme, dimension = _scheme(scheme), _number(dimension)
+    scheme = _scheme(scheme)
+    if dimension is not None:
+        dimension = _check_whole("dimension", dimension, 1)
     if scheme.centralized:
         return math.nan
     phi_global, phi_local = scheme.phi_global or 0.0, scheme.phi_local or 0.0
@@ -1286,12 +1351,14 @@ class Message:
         allowed (see `register_quantizer`).
         """
         value_bits = _number(value_bits)
+        _check_bits("value_bits", value_bits)
         if value_bits == 32:
             return Message(intended_K, positions, sender, round)
         intervals = _intervals(value_bits)
         if not len(intended_K):
             codes, means = intended_K.int(), intended_K.new_zeros(intervals)
         else:
+            _check_one_of("quantizer", quantizer, QUANTIZERS)
             given = QUANTIZERS[quantizer](intended_K, intervals)
             if quantizer != "fractional":
                 _check_quantized(quantizer, given, len(intended_K), intervals)
@@ -1370,7 +1437,7 @@ class Wire:
     """The format of messages in one direction, which sender and receiver must know in advance.
 
     A `Known` has two of them, `wire_up` and `wire_down`. For a format without a `Known`, call `up`
-    or `down` rather than the class itself, which checks none of its arguments:
+    or `down`:
 
         wire = Wire.up(Scheme.named("TCS-Q5"), layer_sizes=[1000, 10])  # from clients to the server
 
@@ -1379,6 +1446,8 @@ class Wire:
     - `layer_sizes`: the number of entries of each parameter tensor.
     - `order`: how each parameter lies in memory, as in `Known`. Two participants that give
       different orders refuse each other's messages. If both give (), this is not checked.
+
+    Raises ValueError for anything else.
     """
 
     value_bits: int
@@ -1386,17 +1455,32 @@ class Wire:
     layer_sizes: tuple[int, ...]
     order: tuple[tuple[int, ...], ...] = ()
 
-    @staticmethod
-    def up(scheme: Scheme, layer_sizes: Iterable[int], order: Iterable[Any] = ()) -> Wire:
-        """Return the format of a scheme's messages from clients to the server."""
-        sizes = tuple(int(size) for size in layer_sizes)
-        return Wire(scheme.value_bits, scheme.code, sizes, tuple(map(tuple, order)))
+    def __post_init__(self) -> None:
+        _check_bits("value_bits", self.value_bits)
+        _check_one_of("code", self.code, CODES)
+        sizes = [_number(size) for size in _listed("layer_sizes", self.layer_sizes)]
+        if not sizes or not all(type(size) is int and size >= 1 for size in sizes):
+            got = shorten(self.layer_sizes)
+            raise ValueError(f"layer_sizes: got {got}, allowed: one or more, each >= 1")
+        order = [tuple(_listed("order", layer)) for layer in _listed("order", self.order)]
+        whole = all(type(axis) is int and axis >= 0 for layer in order for axis in layer)
+        if not whole or len(order) not in (0, len(sizes)):
+            allowed = "(), or for each parameter what layout_of(parameter) returns"
+            raise ValueError(f"order: got {shorten(self.order)}, allowed: {allowed}")
+        object.__setattr__(self, "layer_sizes", tuple(sizes))
+        object.__setattr__(self, "order", tuple(order))
 
     @staticmethod
-    def down(scheme: Scheme, layer_sizes: Iterable[int], order: Iterable[Any] = ()) -> Wire:
+    def up(scheme: Scheme | str, layer_sizes: Iterable[int], order: Iterable[Any] = ()) -> Wire:
+        """Return the format of a scheme's messages from clients to the server."""
+        scheme, sizes = _scheme(scheme), _listed("layer_sizes", layer_sizes)
+        return Wire(scheme.value_bits, scheme.code, tuple(sizes), tuple(_listed("order", order)))
+
+    @staticmethod
+    def down(scheme: Scheme | str, layer_sizes: Iterable[int], order: Iterable[Any] = ()) -> Wire:
         """Return the format of a scheme's messages from the server to clients."""
         wire = Wire.up(scheme, layer_sizes, order)
-        return dataclasses.replace(wire, value_bits=scheme.down_value_bits)
+        return dataclasses.replace(wire, value_bits=_scheme(scheme).down_value_bits)
 
     @cached_property
     def dimension(self) -> int:
@@ -1459,7 +1543,8 @@ def encode_message(message: Message, wire: Wire, mask_tag: int = 0) -> bytes:
     and means stand for.
     """
     who, when = message.sender, message.round
-    if not 0 <= who <= SERVER or not 0 <= when < 2**32:
+    whole = type(who) is int and type(when) is int
+    if not whole or not 0 <= who <= SERVER or not 0 <= when < 2**32:
         raise ValueError(f"sender, round: got {who}, {when}, allowed: below 2^16 and 2^32")
     check_positions(message.positions, wire.dimension)
     _check_values(message, wire)
@@ -1527,8 +1612,8 @@ def decode_message(
         message = Message.dense_of(floats_of(code, wire.dimension), who, when)
     else:
         shared_K = shared_K.cpu()
-        if own > wire.dimension - len(shared_K):
-            most = wire.dimension - len(shared_K)
+        most = wire.dimension - len(shared_K)
+        if own > most:
             raise ValueError(f"message: got {own} own positions, allowed: 0 to {most}")
         reader = CODES["block" if kind == _PLAIN else wire.code]
         found = reader.decode(code, len(shared_K), own, wire)
@@ -1541,9 +1626,9 @@ def decode_message(
 
 
 def _check_header(data: bytes, wanted: int) -> tuple[int, int, int, int]:
-    if not isinstance(data, bytes | bytearray | memoryview) or len(data) < OVERHEAD_BYTES:
-        is_long = isinstance(data, bytes | bytearray | memoryview)
-        got = f"{len(data)} bytes" if is_long else f"a {type(data).__name__}"
+    has_bytes = isinstance(data, bytes | bytearray | memoryview)
+    if not has_bytes or len(data) < OVERHEAD_BYTES:
+        got = f"{len(data)} bytes" if has_bytes else f"a {type(data).__name__}"
         raise ValueError(f"message: got {got}, allowed: {OVERHEAD_BYTES} bytes or more")
     end = len(data) - _CHECKSUM.size
     if zlib.crc32(memoryview(data)[:end]) != _CHECKSUM.unpack_from(data, end)[0]:
@@ -1643,8 +1728,6 @@ class BlockCode:
         positions = torch.empty(0, dtype=torch.int64, device="cpu")
         if own:
             positions = decode_positions(torch.from_numpy(bits[coded:]), wire.dimension, block)
-            if len(positions) != own:
-                raise ValueError(f"message: got {len(positions)} positions, allowed: {own}")
         if not wire.intervals:
             return Message(floats_of(code[:floats], count), positions)
         codes = from_bits(bits[:coded], wire.value_bits)
@@ -1842,7 +1925,7 @@ class MaskRule:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the attributes that `keeps` names."""
-        return {key: _by_value(getattr(self, key)) for key in names_to_keep(self)}
+        return _by_value(kept_by(self))
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError for a state that this rule cannot load.
@@ -1859,7 +1942,7 @@ class MaskRule:
         """
         if not isinstance(state, dict):
             _refuse("state: rule", state, "a dictionary")
-        wanted = {key: getattr(self, key) for key in names_to_keep(self)}
+        wanted = kept_by(self)
         check_same_state("state: rule", dict.fromkeys(state), dict.fromkeys(wanted))
         for key, given in state.items():
             mine, numbers = wanted[key], (Tensor, int, float, type(None))
@@ -1869,9 +1952,7 @@ class MaskRule:
                 _refuse(f"state: rule: {key}", given, "a tensor, a number or None")
             if isinstance(mine, Tensor) and isinstance(given, Tensor):
                 other_type = mine.dtype != given.dtype or mine.dim() != given.dim()
-                if other_type or (
-                    len(mine.shape) == 1 and len(mine) == self.dimension != len(given)
-                ):
+                if other_type or mine.shape == (self.dimension,) != given.shape:
                     check_same_state(f"state: rule: {key}", given, mine)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -1886,10 +1967,10 @@ class MaskRule:
             setattr(self, key, copied)
 
 
-def names_to_keep(kept: Any) -> list[str]:
-    """Return the attribute names that an object's class and its base classes list in `keeps`."""
-    named = (vars(base).get("keeps", ()) for base in type(kept).__mro__)
-    return list(dict.fromkeys(chain.from_iterable(named)))
+def kept_by(owner: Any) -> dict[str, Any]:
+    """Return the attributes that an object's class and its base classes name in `keeps`."""
+    named = (vars(base).get("keeps", ()) for base in type(owner).__mro__)
+    return {name: getattr(owner, name) for name in dict.fromkeys(chain.from_iterable(named))}
 
 
 class Dense(MaskRule):
@@ -2070,27 +2151,24 @@ class Known:
         self, scheme: Scheme | str, layer_sizes: list[int], seed: int = 0, device: Any = "cpu",
         order: Iterable[tuple[int, ...]] = (),
     ):  # fmt: skip
-        self.scheme, self.layer_sizes = _scheme(scheme), [_number(size) for size in layer_sizes]
+        self.scheme = _scheme(scheme)
+        self.wire_up = Wire.up(self.scheme, layer_sizes, order)
+        self.layer_sizes = list(self.wire_up.layer_sizes)
         for field in ("momentum", "error_unit"):
             got = getattr(self.scheme, field)
             if got != getattr(Scheme, field):
                 what = f"{field} {got!r} needs more than compression"
                 raise ValueError(f"{self.scheme.name}: {what}: use tcs_core.Federation")
-        whole = all(type(size) is int and size >= 1 for size in self.layer_sizes)
-        if not self.layer_sizes or not whole:
-            raise ValueError(f"layer_sizes: got {layer_sizes}, allowed: one or more, each >= 1")
         self.seed = _check_whole("seed", seed, 0, 2**64 - 1)
         self.dimension, self.device = sum(self.layer_sizes), device
         self.rule = rule_of(self.scheme)(self.scheme, self.layer_sizes, device, self.seed)
-        order = tuple(order)
-        self.wire_up = Wire.up(self.scheme, self.layer_sizes, order)
-        self.wire_down = Wire.down(self.scheme, self.layer_sizes, order)
+        self.wire_down = Wire.down(self.scheme, self.layer_sizes, self.wire_up.order)
         self.round = 0  # the number of the open round, or of the next one if none is open
         self.status = CLOSED  # of the round: CLOSED, OPEN or AVERAGED
         self.senders: set[int] = set()  # clients that have sent through this object in this round
         self.opening = 0  # how often `begin` was called; a `Server` recognizes a new round by it
         # Pairs of a sender and a bool () tensor, which says whether its values were finite.
-        # `require_finite` adds them on a GPU. The DDP hook also adds them on a CPU.
+        # `require_finite` adds them, on a GPU.
         self.flags: list[tuple[int, Tensor]] = []
         self.dense = True  # in this round every entry is sent in 32 bits, and no mask is used
         self.shared_K = torch.empty(0, dtype=torch.int64, device=device)  # of a sparse round
@@ -2112,6 +2190,7 @@ class Known:
         scheme's `warmup_masks` is not 1 (see `Phase`). Raises ValueError unless the last round is
         closed.
         """
+        dense = _check_flag("dense", dense)
         if self.status != CLOSED:
             what = f"round {self.round} is {self.status}"
             way = "after observe, which ends that round, or lose, which gives it up"
@@ -2140,7 +2219,7 @@ class Known:
         """
         if self.status == CLOSED:
             raise ValueError(f"observe: round {self.round} is not open, allowed: after begin")
-        if tuple(update_D.shape) != (self.dimension,):
+        if tuple(_check_tensor("update_D", update_D).shape) != (self.dimension,):
             got = tuple(update_D.shape)
             raise ValueError(f"update_D: got shape {got}, allowed: ({self.dimension},)")
         self.rule.observe(update_D.detach())  # line 5 of the next round
@@ -2154,9 +2233,11 @@ class Known:
         `round` is the number of the round to close. By default this is the open round or, if none
         is open, the next one, whose number is then skipped. Give the number if you do not know
         whether `observe` has closed the round already, as after an interrupt. In any case, the next
-        round gets the number `round` + 1. What `observe` has done to the mask is not undone.
+        round gets the number `round` + 1. What `observe` has done to the mask is not undone. Raises
+        ValueError for anything but a round's number.
         """
-        self.round = (self.round if round is None else round) + 1
+        last = self.round if round is None else _check_whole("round", round, 0, 2**32 - 1)
+        self.round = last + 1
         self.status = CLOSED
         self.flags.clear()
 
@@ -2170,15 +2251,26 @@ class Known:
         """
         if not isinstance(mask, Tensor):
             got = type(mask).__name__
-            raise ValueError(f"mask: got a {got}, allowed: a tensor, either bool (D,) or positions")
+            allowed = "a tensor, either bool (D,) or positions"
+            raise ValueError(f"scheme {self.scheme.name}: mask: got a {got}, allowed: {allowed}")
         if mask.dtype == torch.bool:
             if tuple(mask.shape) != (self.dimension,):
                 shape = tuple(mask.shape)
-                raise ValueError(f"mask: got shape {shape}, allowed: ({self.dimension},)")
+                got = f"scheme {self.scheme.name}: mask: got shape {shape}"
+                raise ValueError(f"{got}, allowed: ({self.dimension},)")
             mask = mask_to_positions(mask)
         if self.on_cpu:
             check_positions(mask, self.dimension, taken_D)
         return mask
+
+    def check_vector(self, key: str, vector_D: Any) -> Tensor:
+        """Return a vector, detached from autograd. Raises ValueError unless it is (D,) float32."""
+        shape = tuple(_check_tensor(key, vector_D).shape)
+        if shape != (self.dimension,):
+            raise ValueError(f"{key}: got shape {shape}, allowed: ({self.dimension},)")
+        if vector_D.dtype != torch.float32:
+            raise ValueError(f"{key}: got {vector_D.dtype}, allowed: torch.float32")
+        return vector_D.detach()
 
     def require_finite(self, values: Tensor, sender: int) -> Tensor:
         """Return the values if all of them are finite. `Client` and `Server` call this for
@@ -2416,12 +2508,13 @@ class Client:
     keeps: tuple[str, ...] = ("errors_D",)
 
     def __init__(self, known: Known, number: int = 0, errors_D: Tensor | None = None):
-        self.known, self.number = known, _check_whole("number", number, 0, SERVER - 1)
-        if errors_D is None and known.scheme.keeps_errors:
-            errors_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
-        elif errors_D is not None:
+        self.known = _check_known(known)
+        self.number = _check_whole("number", number, 0, SERVER - 1)
+        if errors_D is not None:
             like = torch.empty(1, dtype=torch.float32, device="cpu").expand(known.dimension)
             check_same_state("errors_D", errors_D, like)
+        elif known.scheme.keeps_errors:
+            errors_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
         self.errors_D = errors_D
         self.in_flight: InFlight | None = None
         self.value_bits, self.quantizer = known.scheme.value_bits, known.scheme.quantizer
@@ -2460,14 +2553,7 @@ class Client:
         GPU, a difference that is not finite is returned as zeros (see `Known.require_finite`).
         """
         known = self.known
-        if not isinstance(delta_D, Tensor):
-            raise ValueError(f"delta_D: got a {type(delta_D).__name__}, allowed: a tensor")
-        if tuple(delta_D.shape) != (known.dimension,):
-            got = f"delta_D: got shape {tuple(delta_D.shape)}"
-            raise ValueError(f"{got}, allowed: ({known.dimension},)")
-        if delta_D.dtype != torch.float32:
-            raise ValueError(f"delta_D: got {delta_D.dtype}, allowed: torch.float32")
-        return known.require_finite(delta_D.detach(), self.number)
+        return known.require_finite(known.check_vector("delta_D", delta_D), self.number)
 
     def message_of(self, delta_D: Tensor) -> Message:
         """Make this round's message of a difference (D,) that has been checked: add the errors to
@@ -2566,6 +2652,7 @@ class Client:
         it turns out only now, on a GPU, that values which were sent are not finite.
         """
         known = self.known
+        heard = _check_flag("heard", heard, ", whether this client was heard")
         known.check_message(reply, SERVER)
         known.check_flags()
         if heard and not self.sent_in(known.round):
@@ -2590,11 +2677,13 @@ class Client:
         Give the vector that `send` was called with. If nothing was subtracted from the errors since
         then, they return to their values before `send`, except for rounding. The message in flight
         is forgotten, so `sent_in` returns False. But `Known.senders` still contains this client, so
-        that `send` refuses a second message in this round.
+        that `send` refuses a second message in this round. Raises ValueError for another shape or
+        type.
         """
+        given_D = self.known.check_vector("delta_D", delta_D)
         self.in_flight = None
         if self.errors_D is not None:
-            self.errors_D.sub_(delta_D.detach())
+            self.errors_D.sub_(given_D)
 
     def forget_overflow(self) -> None:
         """Set all kept tensors to 0 if an entry of the errors, or of another kept tensor, is not
@@ -2602,31 +2691,31 @@ class Client:
 
         Without this, the client could not send in any later round.
         """
-        kept = [tensor for tensor in self._kept_tensors().values() if tensor is not None]
-        if not all(tensor.isfinite().all() for tensor in kept):
+        if not all(tensor.isfinite().all() for tensor in self._kept_tensors().values()):
             self.forget()
 
     def forget(self) -> None:
         """Set the errors and all other kept tensors to 0."""
         for tensor in self._kept_tensors().values():
-            if tensor is not None:
-                tensor.zero_()
+            tensor.zero_()
 
     def scale_(self, factor: float) -> None:
         """Multiply the errors and all other tensors that `keeps` names by a factor, because their
-        unit changes. `Compressor.scale_errors_` calls this and says when."""
+        unit changes. `Compressor.scale_errors_` calls this and says when. Raises ValueError for a
+        factor that is not finite."""
+        factor = _check_factor(factor)
         for tensor in self._kept_tensors().values():
-            if tensor is not None:
-                tensor.mul_(factor)
+            tensor.mul_(factor)
 
-    def _kept_tensors(self) -> dict[str, Tensor | None]:
-        return {name: getattr(self, name) for name in names_to_keep(self)}
+    def _kept_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that `keeps` names, without those that are None."""
+        return {name: tensor for name, tensor in kept_by(self).items() if tensor is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the tensors that `keeps` names (here, of the errors) and of the message
         in flight, if there is one."""
         flight = None if self.in_flight is None else self.in_flight._asdict()
-        parts = {"number": self.number, "in_flight": flight} | self._kept_tensors()
+        parts = {"number": self.number, "in_flight": flight} | kept_by(self)
         return _by_value({"version": STATE_VERSION} | parts)
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -2637,23 +2726,18 @@ class Client:
         this first.
         """
         check_state_version("state of Client", state)
-        wanted = {
-            "version": STATE_VERSION,
-            "number": self.number,
-            "in_flight": None,
-        } | self._kept_tensors()
-        flight = state.get("in_flight")
-        check_same_state("state", state | ({} if flight is None else {"in_flight": None}), wanted)
-        for name in names_to_keep(self):
+        flight, kept_tensors = state.get("in_flight"), kept_by(self)  # `flight` is checked below
+        wanted = {"version": STATE_VERSION, "number": self.number, "in_flight": flight}
+        check_same_state("state", state, wanted | kept_tensors)
+        for name in kept_tensors:
             if isinstance(state[name], Tensor) and not state[name].isfinite().all():
                 raise ValueError(f"state: {name}: got NaN or infinity, allowed: finite numbers")
         if state["number"] != self.number:
             raise ValueError(
                 f"state: number of the client: got {state['number']}, allowed: {self.number}"
             )
-        if flight is None:
-            return
-        self._check_in_flight(flight)
+        if flight is not None:
+            self._check_in_flight(flight)
 
     def _check_in_flight(self, flight: Any) -> None:
         """Raise ValueError for a message in flight that this client cannot load."""
@@ -2680,8 +2764,7 @@ class Client:
         """
         self.check_state(state)
         for name, tensor in self._kept_tensors().items():
-            if tensor is not None:
-                tensor.copy_(state[name])
+            tensor.copy_(state[name])
         flight, device = state["in_flight"], self.known.device
         if flight is None:
             self.in_flight = None
@@ -2762,9 +2845,8 @@ class Server:
     """
 
     def __init__(self, known: Known, weights: Iterable[float] | None = None):
-        self.known = known
-        numbers = None if weights is None else list(weights)
-        self.weights = None if numbers is None else _check_weights(numbers, len(numbers))
+        self.known = _check_known(known)
+        self.weights = _check_weights(weights)
         self.downlink = Downlink(known) if known.scheme.compresses_downlink else None
         self.explored_D = torch.zeros(known.dimension, dtype=torch.bool, device=known.device)
         self.heard: list[int] = []  # clients whose messages are in the sum
@@ -2781,6 +2863,9 @@ class Server:
         """
         known, weights = self.known, self.weights
         limit = SERVER if weights is None else len(weights)
+        number = _number(number)
+        if type(number) is not int:
+            _refuse("number", number, f"a client's number, 0 to {limit - 1}")
         if not 0 <= number < limit:
             raise MessageError(number, f"add: has no weight, allowed: clients 0 to {limit - 1}")
         known.check_message(message, number)
@@ -3070,7 +3155,7 @@ class Compressor:
         if link is not None and not isinstance(link, Link):
             _refuse("link", link, "a Link, such as Link(function), or None")
         self.known = Known(self.scheme, layer_sizes, seed, device, order)
-        self.client_count, self.link = clients, link or Link()
+        self.link = link or Link()
         rows = clients if self.scheme.keeps_errors else 0
         # numpy's zeros use no memory until they are written to
         lazy_ND = np.zeros((rows, self.known.dimension), np.float32)
@@ -3103,8 +3188,9 @@ class Compressor:
         the round is lost, as in `round`.
         """
         self._check_usable(begins=True)
-        expected = (self.client_count, self.known.dimension)
-        if tuple(deltas_ND.shape) != expected:
+        dense = _check_flag("dense", dense, "; for those who take part, clients=[...]")
+        expected = (len(self.clients), self.known.dimension)
+        if tuple(_check_tensor("deltas_ND", deltas_ND).shape) != expected:
             raise ValueError(f"deltas_ND: got shape {tuple(deltas_ND.shape)}, allowed: {expected}")
         chosen = self.check_clients(clients)
         deltas = dict[int, Tensor]()
@@ -3131,6 +3217,7 @@ class Compressor:
         raise ValueError until a state is loaded.
         """
         self._check_usable(begins=True)
+        dense = _check_flag("dense", dense)
         checked = lambda n: self.clients[n].check_difference(difference(n))  # noqa: E731
         return self._round(checked, self.check_clients(chosen), dense, theta_D, mask_factor)
 
@@ -3161,7 +3248,7 @@ class Compressor:
                     message = client.message_from(cast(Tensor, client.errors_D), own[asked])
                 else:
                     message = client.message_of(checked(asked))
-                message, length = self.link.to_server(known, asked, message)
+                message, length = self._sent_up(asked, message)
                 if message is None:
                     refused.append(asked)
                     continue
@@ -3169,7 +3256,7 @@ class Compressor:
                 lengths_up.append(length)
                 del message  # a dense message is as large as the model
             asked, heard = None, tuple(server.heard)
-            update_D, bits_down = self.link.to_clients(server)  # lines 15 and 16
+            update_D, bits_down = self._sent_down()  # lines 15 and 16
             known.observe(update_D)  # line 5 of the next round
             is_closing = True
             for n in heard:
@@ -3183,6 +3270,30 @@ class Compressor:
         self.traffic = Traffic.of_round(lengths_up, bits_down, heard, refused)
         self._is_whole = True
         return update_D
+
+    def _sent_up(self, n: int, message: Message) -> tuple[Message | None, int]:
+        """Let the link carry client n's message. Raises ValueError for a result that
+        `Link.to_server` does not allow."""
+        found = self.link.to_server(self.known, n, message)
+        pair = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        if not isinstance(pair[0], Message | None) or not _is_length(pair[1]):
+            allowed = "a pair of a message, or None, and its length in bits"
+            _refuse(f"{type(self.link).__name__}.to_server", found, allowed)
+        return cast(tuple[Message | None, int], pair)
+
+    def _sent_down(self) -> tuple[Tensor, int]:
+        """Let the link carry the server's message. Raises ValueError for a result that
+        `Link.to_clients` does not allow, and, on a CPU, NotFiniteError for an update that is not
+        finite."""
+        link, found = self.link, self.link.to_clients(self.server)
+        pair = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        if not isinstance(pair[0], Tensor) or not _is_length(pair[1]):
+            allowed = "a pair of the update (D,) and the length in bits of the server's message"
+            _refuse(f"{type(link).__name__}.to_clients", found, allowed)
+        update_D = self.known.check_vector("update_D", pair[0])
+        if self.known.on_cpu and type(link).to_clients is not Link.to_clients:  # which checks it
+            update_D = self.known.require_finite(update_D, SERVER)
+        return update_D, pair[1]
 
     def _chooses_together(self) -> bool:
         """Return whether the clients' own masks are chosen in one batch of calls.
@@ -3232,12 +3343,12 @@ class Compressor:
         self.known.lose(t)
         if isinstance(error, ClientError):
             error.happened_in(t)
+        if isinstance(error, NotFiniteError):
             sender = (self.clients | {SERVER: self.server.downlink}).get(error.client)
-            if isinstance(error, NotFiniteError) and sender is not None:
+            if sender is not None:
                 sender.forget_overflow()
-            if isinstance(error, NotFiniteError) and error.client == SERVER:
-                for n in heard:
-                    self.clients[n].forget()
+            for n in heard if error.client == SERVER else ():
+                self.clients[n].forget()
         self._is_whole = True
 
     def _check_usable(self, begins: bool = False) -> None:
@@ -3259,11 +3370,11 @@ class Compressor:
         Raises ValueError unless they are one or more integers from 0 to N - 1, each given once.
         """
         if chosen is None:
-            return list(range(self.client_count))
-        numbers = list(map(_number, chosen))
+            return list(self.clients)
+        numbers = list(map(_number, _listed("clients", chosen)))
         whole = set(map(type, numbers)) == {int}  # not bool; and False for an empty list
-        if not whole or len({*numbers} & {*range(self.client_count)}) < len(numbers):
-            allowed = f"one or more of 0 to {self.client_count - 1}, each once"
+        if not whole or len({*numbers} & self.clients.keys()) < len(numbers):
+            allowed = f"one or more of 0 to {len(self.clients) - 1}, each once"
             raise ValueError(f"clients: got {shorten(numbers)}, allowed: {allowed}")
         return numbers
 
@@ -3301,9 +3412,7 @@ class Compressor:
         ValueError for a factor that is not finite.
         """
         self._check_usable()
-        factor = _number(factor)
-        if not isinstance(factor, Real) or not math.isfinite(factor):
-            _refuse("factor", factor, "a finite number")
+        factor = _check_factor(factor)
         if factor == 1:
             return
         self._is_whole = False
@@ -3354,13 +3463,33 @@ class Compressor:
         self._use_errors(self.errors_ND)
 
 
+def _is_length(bits: Any) -> bool:
+    return type(bits) is int and bits >= 0
+
+
 _WAY_ON = "allowed: load_state_dict of a saved state, or a new Compressor"
 
 
-def _check_weights(weights: Iterable[float] | None, clients: int) -> list[float] | None:
+def _check_factor(value: Any) -> float:
+    factor = _number(value)
+    if not isinstance(factor, Real) or not math.isfinite(factor):
+        _refuse("factor", factor, "a finite number")
+    return cast(float, factor)
+
+
+def _check_known(value: Any) -> Known:
+    if not isinstance(value, Known):
+        _refuse("known", value, "a Known, such as Known(scheme, layer_sizes)")
+    return value
+
+
+def _check_weights(
+    weights: Iterable[float] | None, clients: int | None = None
+) -> list[float] | None:
     if weights is None:
         return None
-    numbers = [_number(weight) for weight in weights]
+    numbers = [_number(weight) for weight in _listed("weights", weights)]
+    clients = len(numbers) if clients is None else clients
     real = all(isinstance(weight, Real) and type(weight) is not bool for weight in numbers)
     if len(numbers) != clients or not real or not all(1e-18 <= n <= 1e18 for n in numbers):
         allowed = f"{clients} positive numbers, 1e-18 to 1e18 (leave out clients without samples)"
@@ -3397,8 +3526,19 @@ class Phase(NamedTuple):
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the mean cross-entropy loss of a batch of inputs and class labels, a scalar tensor."""
+    """Return the mean cross-entropy loss of a batch of inputs and class labels, a scalar tensor.
+
+    Raises ValueError for anything but a pair of inputs and labels of one or more samples.
+    """
+    pair = isinstance(batch, tuple | list) and len(batch) == 2
+    if not pair or not isinstance(batch[1], Tensor):
+        got = f"{len(batch)} parts" if isinstance(batch, tuple | list) else type(batch).__name__
+        raise ValueError(f"batch: got {got}, allowed: a pair of inputs and labels, both tensors")
     inputs, labels = batch
+    if not labels.dim() or not labels.numel():
+        got = f"labels of shape {tuple(labels.shape)}"
+        way = "(a data set gives single samples: put a DataLoader around it)"
+        raise ValueError(f"batch: {got}, allowed: one or more samples {way}")
     return F.cross_entropy(model(inputs).float(), labels)
 
 
@@ -3479,6 +3619,11 @@ class Federation:
         weights: Iterable[float] | None = None, link: Link | None = None, seed: int = 0,
         trainer: Callable[..., LocalTrainer] | None = None,
     ):  # fmt: skip
+        if not isinstance(model, nn.Module):
+            _refuse("model", model, "an nn.Module")
+        if not callable(loss) or isinstance(loss, nn.modules.loss._Loss):
+            way = "lambda model, batch: nn.CrossEntropyLoss()(model(batch[0]), batch[1])"
+            _refuse("loss", loss, f"a function of the model and a batch, such as {way}")
         seed, weight_decay = _number(seed), _number(weight_decay)
         self.scheme, self._schedule = _scheme(scheme), schedule
         self.feed = feed if hasattr(feed, "batch") else Feed(feed, seed)
@@ -3487,7 +3632,7 @@ class Federation:
             raise ValueError(
                 f"feed: got a {type(feed).__name__} without `clients`, allowed: {allowed}"
             )
-        self.clients = self.feed.clients
+        self.clients = _check_whole("feed: clients", self.feed.clients, 1, SERVER)
         _check_whole("seed", seed, 0, 2**64 - 1)
         _check_optimizers(self.scheme, schedule, weight_decay, local_optimizer, server_optimizer)
         self.trainer = (trainer or LocalTrainer)(
@@ -3506,10 +3651,9 @@ class Federation:
         self.active, self.t = list(range(self.clients)), 0
         self.is_whole = True  # False if the last part of a round was interrupted
         self._is_shown = False  # True inside `evaluated`
-        own_D = self.theta_D.clone() if server_optimizer else self.theta_D[:0]
-        self.server_theta = nn.Parameter(own_D)  # what a server_optimizer updates
         self.server_optimizer: torch.optim.Optimizer | None = None
         if server_optimizer is not None:
+            self.server_theta = nn.Parameter(self.theta_D.clone())  # what it updates
             self.server_optimizer = server_optimizer([self.server_theta])
             _check_made("server_optimizer", self.server_optimizer, [self.server_theta])
             decays = [group.get("weight_decay") for group in self.server_optimizer.param_groups]
@@ -3592,7 +3736,8 @@ class Federation:
             if hasattr(phase.eta, "get_last_lr"):  # torch's scheduler, which steps an optimizer
                 allowed += ": give a function of the round, as lambda t: 0.1 * 0.5 ** (t // 50)"
             _refuse(f"schedule: round {t}", phase.eta, allowed)
-        return Phase(cast(float, eta), bool(phase.dense), phase.mask_factor)
+        dense = _check_flag(f"schedule: round {t}: dense", phase.dense)
+        return Phase(cast(float, eta), dense, phase.mask_factor)
 
     def exchange(
         self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False,
@@ -3658,7 +3803,10 @@ class Federation:
         modules = list(self.model.modules())
         modes = [m.training for m in modules]
         buffers, was_shown = self.flat.statistics_buffers(), self._is_shown
-        shown_S = self.flat.statistics() if statistics_S is None else statistics_S.clone()
+        own_S = self.flat.statistics()
+        if statistics_S is not None:
+            check_same_state("statistics_S", statistics_S, own_S)
+        shown_S = own_S if statistics_S is None else statistics_S.clone()
         self.flat.lend(list(shown_S.split(self.flat.norm_sizes)))
         self._is_shown = True
         self.model.eval()
@@ -3753,7 +3901,7 @@ class Federation:
         tensors = self._tensors()
         others = ("version", "scheme", "t", "active", "feed", "optimizers", "server_optimizer")
         keys = (*others, *tensors, "compressor")
-        check_same_state("state", state, {key: state.get(key) for key in keys})  # the same keys
+        check_same_state("state", dict.fromkeys(state), dict.fromkeys(keys))
         check_same_scheme("state: scheme", state["scheme"], self.scheme)
         for key, like in tensors.items():
             check_same_state(f"state: {key}", state[key], like)
@@ -3939,6 +4087,9 @@ class LocalTrainer:
                 kind = type(loss).__name__
                 got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {kind}"
                 raise ValueError(f"loss: got {got}, allowed: a scalar tensor")
+            if not loss.requires_grad:
+                way = "computed from the module, and not under torch.no_grad"
+                raise ValueError(f"loss: got one without a gradient, allowed: one that is {way}")
             loss.backward()
             self._check_step(versions)
             self.losses_N[n].add_(loss.detach())
@@ -4594,8 +4745,10 @@ def build_model(name: str, width: int, classes: int = 10) -> nn.Module:
     `name` is "resnet18" (4 stages of 2 residual blocks), "resnet8" (3 stages of 1 block) or "conv3"
     (3 stages of 1 convolution without shortcut). The first stage has `width` channels. Each later
     stage has twice the channels, and half the height and width, of the one before. Raises
-    ValueError for another name.
+    ValueError for another name, and for numbers that are not allowed.
     """
+    width = _check_whole("width", width, 1, 2**16)
+    classes = _check_whole("classes", classes, 1, 2**31 - 1)
     if name not in STAGES:
         raise ValueError(f"model: got {shorten(name)}, allowed: {', '.join(STAGES)}")
     layers: list[nn.Module] = [*_conv(3, width, 3, 1), nn.ReLU(inplace=True)]
@@ -4807,7 +4960,8 @@ class TCSState:
         )
         if process_group == dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("process_group: got one without this rank, allowed: one that has it")
-        if isinstance(process_group, int | float | str | nn.Module):
+        is_group = hasattr(process_group, "rank") and hasattr(process_group, "size")
+        if process_group is not None and not is_group:
             allowed = "a process group or None (give other settings by name, as phi_global=0.02)"
             _refuse("process_group", process_group, allowed)
         self.process_group = process_group
@@ -4822,7 +4976,6 @@ class TCSState:
         self._packing: list[int] = []  # numbers of parameters in the buckets of the first step
         self._came: list[int] = []  # during the first step: those of the buckets so far
         self._settled = False  # the first step, also the first after loading a state, is over
-        self._expects = False  # a loaded state says which parameters must come in the first step
         self._agreed = False  # the ranks have compared their states
         self._saved_by: dict[str, int | None] = dict.fromkeys(("rank", "world_size"))
         self._watches = error_accumulation  # still looks for gradients that were not used
@@ -4995,21 +5148,23 @@ class TCSState:
         state was loaded, the parameter is compared with the one that has this number in the state.
         """
         new = [p for p in parameters if p not in self._names]
+        # A loaded state says which parameters must come in the first step.
+        expects = bool(self._packing) and not self._settled
         if new and (self._by_name or self._settled):
             whose = "of the given model" if self._by_name else "that came in the first step"
             got = f"a parameter {tuple(new[0].shape)} of another model"
             raise ValueError(f"TCSState: got {got}, allowed: those {whose} (one state per model)")
-        for p in parameters if new or self._expects else ():
+        for p in parameters if new or expects else ():
             name, layout = self._names.setdefault(p, len(self._names)), _layout(p)
-            if self._expects and self._layouts.get(name) != layout:
+            if expects and self._layouts.get(name) != layout:
                 raise _another_model(f"parameter {name} {tuple(p.shape)}")
             self._layouts[name] = layout
         if new:
             self._came.append(len(new))
-        if self._expects and self._came != self._packing[: None if last else len(self._came)]:
+        if expects and self._came != self._packing[: None if last else len(self._came)]:
             raise _another_model(f"buckets of {self._came} parameters")
         if last and not self._settled:
-            self._settled, self._expects, self._packing = True, False, list(self._came)
+            self._settled, self._packing = True, list(self._came)
         return tuple(self._names[p] for p in parameters)
 
     def _assemble(self, names: tuple[Name, ...], sizes: list[int], device: Any) -> BucketClient:
@@ -5033,8 +5188,7 @@ class TCSState:
         masks = [part.get("mask") for part in parts]
         if all(mask is not None for mask in masks):  # otherwise the bucket's next step is dense
             mask_D = torch.cat(cast(list[Tensor], masks)).to(device)
-            rule = client.known.rule
-            rule.load_state_dict(rule.state_dict() | {"positions": mask_to_positions(mask_D)})
+            cast(TCS, client.known.rule).positions = mask_to_positions(mask_D)
         return client
 
     def state_dict(self) -> dict[str, Any]:
@@ -5143,8 +5297,7 @@ class TCSState:
         if self._by_name:
             return
         self._layouts = {name: {key: list(part[key]) for key in _LAYOUT} for name, part in parts}
-        self._packing, self._expects = list(state["packing"]), bool(parts)
-        self._settled = False
+        self._packing, self._settled = list(state["packing"]), False
         if not parts:
             self._names, self._came = {}, []
 
@@ -5192,8 +5345,8 @@ class BucketClient(Client):
 
     def __init__(self, known: Known, momentum: float = 0.0):
         zero = torch.zeros(1, dtype=torch.float32, device=known.device)
-        super().__init__(known, errors_D=zero.expand(known.dimension))  # no memory until it is used
-        self.errors_D = self.errors_D if known.scheme.keeps_errors else None
+        zeros_D = zero.expand(known.dimension)  # no memory until it is used
+        super().__init__(known, errors_D=zeros_D if known.scheme.keeps_errors else None)
         self.momentum, self.momentum_D = momentum, None
         if momentum:
             size, device = known.dimension, known.device
@@ -5229,7 +5382,7 @@ class BucketClient(Client):
         if before is None or before.iter != iter:
             return
         known = self.known
-        known.status, known.round, known.rule.round = CLOSED, before.round, before.round
+        known.status, known.round = CLOSED, before.round
         cast(TCS, known.rule).positions = before.positions_K
         if before.errors_D is not None:
             self.errors_D = before.errors_D
@@ -5297,6 +5450,9 @@ def _check_part(key: str, part: Any, keeps_errors: bool, momentum: float) -> Non
     like = torch.empty(math.prod(part["shape"]), dtype=torch.float32, device="meta")
     check_same_state(f"{key}: errors", part["errors"], like if keeps_errors else None)
     check_same_state(f"{key}: momentum", part.get("momentum"), like if momentum else None)
+    for name in ("errors", "momentum"):
+        if part.get(name) is not None and not part[name].isfinite().all():
+            raise ValueError(f"{key}: {name}: got NaN or infinity, allowed: finite numbers")
     if part["mask"] is not None:
         check_same_state(f"{key}: mask", part["mask"], like.bool())
 
@@ -5306,7 +5462,7 @@ def _parts(names: tuple[Name, ...], client: BucketClient) -> dict[Name, dict[str
     parameters. Errors and momentum are views."""
     known, sizes = client.known, client.known.layer_sizes
     errors = [None] * len(sizes) if client.errors_D is None else client.errors_D.split(sizes)
-    positions_K = known.rule.state_dict()["positions"]
+    positions_K = cast(TCS, known.rule).positions
     masks = [None] * len(sizes)
     if positions_K is not None:
         masks = positions_to_mask(positions_K, known.dimension).split(sizes)
@@ -5365,12 +5521,12 @@ def _message_of(client: Client, buffer: Tensor) -> tuple[Message, Tensor]:
     contains only errors.
     """
     flags, gradient_D = client.known.flags, buffer.float()
+    is_finite = torch.ones((), dtype=torch.bool, device=buffer.device)
     try:
         message = client.send(gradient_D)
     except NotFiniteError:  # on a CPU only; on a GPU `send` adds a flag
         message = client.send(torch.zeros_like(gradient_D))
-        flags.append((client.number, torch.zeros((), dtype=torch.bool, device=buffer.device)))
-    is_finite = torch.ones((), dtype=torch.bool, device=buffer.device)
+        is_finite = ~is_finite
     for _, flag in flags:
         is_finite = is_finite & flag
     flags.clear()
@@ -5410,9 +5566,10 @@ def _average(step: UnderWay, done: list[torch.futures.Future]) -> Tensor:
 
     # 5.2. Line 13. After a void step the gradient is subtracted again, too, which restores the
     # errors from before it, except for rounding.
-    _take_out_of_errors(step, counted)
+    sent_K = torch.cat([shared_K, step.packed[: len(step.packed) // 2].long()])  # by this rank
+    _take_out_of_errors(step, sent_K, counted)
     if client.momentum_D is not None:
-        _keep_momentum(step, counts_L, all_count)
+        _keep_momentum(step, sent_K, counts_L, all_count)
     elif may_be_void:
         client.withdraw(torch.where(void & step.is_finite, buffer.float(), 0.0))
     if may_be_void:
@@ -5456,41 +5613,38 @@ def _counting(known: Known, counts_L: Tensor) -> Callable[[Tensor, Tensor], Tens
     return counted
 
 
-def _take_out_of_errors(step: UnderWay, counted: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Line 13: subtract what this rank's shares contributed from its errors.
+def _take_out_of_errors(
+    step: UnderWay, sent_K: Tensor, counted: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Line 13: subtract what this rank's shares contributed from its errors, at its positions.
 
     What was lost by rounding stays there and is sent later.
     """
-    client, shared_K = step.client, step.client.known.shared_K
+    client, ranks = step.client, len(step.gathered)
     if client.errors_D is None:
         return
-    own_K = step.packed[: len(step.packed) // 2].long()
-    positions_K = torch.cat([shared_K, own_K])
-    meant_K = client.errors_D.index_select(0, positions_K)
-    ranks = len(step.gathered)
+    meant_K = client.errors_D.index_select(0, sent_K)
     received_K = _shares(meant_K, ranks, step.buffer.dtype).float() * ranks
-    client.in_flight = InFlight(client.known.round, positions_K, meant_K, meant_K, False)
-    client.arrived(Message(counted(received_K, positions_K), own_K))
+    own_K = sent_K[len(client.known.shared_K) :]
+    client.in_flight = InFlight(client.known.round, sent_K, meant_K, meant_K, False)
+    client.arrived(Message(counted(received_K, sent_K), own_K))
 
 
-def _keep_momentum(step: UnderWay, counts_L: Tensor, all_count: bool) -> None:
-    """Store what was accumulated in this step, with 0 where this rank has sent it.
+def _keep_momentum(step: UnderWay, sent_K: Tensor, counts_L: Tensor, all_count: bool) -> None:
+    """Store what was accumulated in this step, with 0 at `sent_K`, where this rank has sent it.
 
     Parameters that do not count, which after a void step are all, keep their momentum from before
     the step. For them, what was accumulated is subtracted from the errors again.
     """
-    client, known = step.client, step.client.known
+    client, sizes = step.client, step.client.known.layer_sizes
     accumulated_D, before_D = client.accumulated(step.buffer), cast(Tensor, client.momentum_D)
-    if not all_count:
-        sizes = known.layer_sizes
-        counts_D = torch.cat([c.expand(size) for c, size in zip(counts_L, sizes, strict=True)])
-        client.withdraw(torch.where(counts_D | ~step.is_finite, 0.0, accumulated_D))
-    own_K = step.packed[: len(step.packed) // 2].long()
-    accumulated_D.index_fill_(0, torch.cat([known.shared_K, own_K]), 0.0)
     if all_count:
-        client.momentum_D = accumulated_D
-    else:
-        torch.where(counts_D, accumulated_D, before_D, out=before_D)
+        client.momentum_D = accumulated_D.index_fill_(0, sent_K, 0.0)
+        return
+    counts_D = torch.cat([c.expand(size) for c, size in zip(counts_L, sizes, strict=True)])
+    client.withdraw(torch.where(counts_D | ~step.is_finite, 0.0, accumulated_D))
+    accumulated_D.index_fill_(0, sent_K, 0.0)
+    torch.where(counts_D, accumulated_D, before_D, out=before_D)
 
 
 def _merged(shared_K: Tensor, explored: list[Tensor]) -> Tensor | None:

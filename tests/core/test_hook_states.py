@@ -3,6 +3,7 @@ model. Before anything is changed, and by name."""
 
 import copy
 import io
+import math
 import pickle
 
 import pytest
@@ -109,6 +110,7 @@ BROKEN = {
     "errors are none": changed(*LAST, "errors", to=None),
     "errors of another size": changed(*LAST, "errors", to=torch.zeros(71)),
     "errors of another type": changed(*LAST, "errors", to=torch.zeros(70, dtype=torch.float64)),
+    "errors that are no numbers": changed(*LAST, "errors", to=torch.full((70,), math.nan)),
     "a mask of another size": changed(*LAST, "mask", to=torch.zeros(71, dtype=torch.bool)),
     "a mask of another type": changed(*LAST, "mask", to=torch.zeros(70)),
     "another shape": changed(*LAST, "shape", to=[7, 10]),

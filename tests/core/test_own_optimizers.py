@@ -303,7 +303,7 @@ def test_a_failed_round_leaves_the_module_where_it_was_with_a_local_optimizer_to
         return plain(model, batch if len(calls) < 4 else None)
 
     made.trainer.loss = breaks
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match=r"^batch: got NoneType, allowed: a pair"):
         made.round()
     assert torch.equal(nn.utils.parameters_to_vector(made.model.parameters()), theta_D)
     assert all(p.grad is None for p in made.model.parameters())

@@ -326,7 +326,9 @@ def test_a_mask_that_is_no_tensor(mask, monkeypatch):
     monkeypatch.setitem(tcs.RULES, "Odd", Odd)
     compressor = tcs.Compressor(tcs.Scheme("Odd", "Odd"), [40], 1)
     compressor.step(torch.ones(1, 40))
-    with pytest.raises(ValueError, match=rf"^mask: got a {type(mask).__name__}, allowed: a tensor"):
+    with pytest.raises(
+        ValueError, match=rf"^scheme Odd: mask: got a {type(mask).__name__}, allowed: a tensor"
+    ):
         compressor.step(torch.ones(1, 40))
 
 

@@ -1,15 +1,17 @@
 """Arguments that would give a wrong result, or an error that helps nobody, are refused by a line that names
 the value; and what is right but unusual works."""
 
+import copy
 import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from common import same_state
 from torch import nn
-from torch.utils.data import DataLoader, random_split
+from torch.utils.data import DataLoader, TensorDataset, random_split
 
 import tcs_core as tcs
 
@@ -245,3 +247,269 @@ def test_the_code_of_many_positions_needs_little_memory():
     tracemalloc.stop()
     assert found.tolist() == chosen
     assert peak < 8 * len(bits)  # what numpy and Python allocate; a list of numbers takes more
+
+
+# Wrong kinds of values, all over ──────────────────────────────────────────────────────────────────
+
+POSITIONS = torch.tensor([3, 50])
+ARRAY = np.ones(3, np.float32)
+SCHEME = tcs.Scheme.named("TCS-Q5")
+
+REFUSED = {
+    "top_k of an array": (lambda: tcs.top_k_positions(ARRAY, 1), "vector_D: got a ndarray"),
+    "layers of an array": (
+        lambda: tcs.layerwise_top_k_positions(ARRAY, 1, [3], 0.1), "vector_D: got a ndarray"),
+    "phi_min None": (
+        lambda: tcs.layerwise_top_k_positions(VECTOR, 1, [4], None), "phi_min: got None"),
+    "mask of an array": (lambda: tcs.positions_to_mask(ARRAY, 10), "positions: got a ndarray"),
+    "mask of int32": (
+        lambda: tcs.positions_to_mask(POSITIONS.int(), 100), r"positions: got torch\.int32"),
+    "k above D": (lambda: tcs.random_positions(101, 100, 0), r"k: got 101 .* from 0 to 100"),
+    "k below 0": (lambda: tcs.random_positions(-1, 100, 0), "k: got -1"),
+    "seed below 0": (lambda: tcs.random_positions(5, 100, -1), "seed: got -1 .* >= 0"),
+    "codes of an array": (lambda: tcs.encode_positions(ARRAY, 16, 4), "positions: got a ndarray"),
+    "a block of 1/phi": (
+        lambda: tcs.encode_positions(POSITIONS, 100, 1 / 0.01), "dimension, block: got 100, 100.0"),
+    "bits of a list": (lambda: tcs.decode_positions([1, 0], 16, 4), "bits: got a list"),
+    "block for a float": (lambda: tcs.block_for(3, 333.5), r"dimension: got 333\.5"),
+    "block for too many": (lambda: tcs.block_for(400, 336), "count: got 400 .* from 0 to 336"),
+    "block for -3": (lambda: tcs.block_for(-3, 100), "count: got -3"),
+    "block of nothing": (lambda: tcs.block_for(0, 0), "dimension: got 0"),
+    "sign of a list": (lambda: tcs.scaled_sign([1.0]), "values: got a list"),
+    "quantized matrix": (
+        lambda: tcs.fractional_quantize(torch.ones(2, 2), 4), r"values: got shape \(2, 2\)"),
+    "intervals of a float": (
+        lambda: tcs.fractional_quantize(VECTOR, 2**5 / 2), r"intervals: got 16\.0"),
+    "dequantized list": (
+        lambda: tcs.fractional_dequantize([1], VECTOR), "codes: got a list"),
+    "budget of a list": (lambda: tcs.bit_budget("TCS", [60, 40]), r"dimension: got \[60, 40\]"),
+    "budget of nothing": (lambda: tcs.bit_budget("TCS", 0), "dimension: got 0"),
+    "17 bits": (lambda: tcs.Message.of(VECTOR, POSITIONS, 17), "value_bits: got 17"),
+    "no quantizer": (
+        lambda: tcs.Message.of(VECTOR, POSITIONS, 5, quantizer="nope"), "quantizer: got 'nope'"),
+    "width as text": (lambda: tcs.build_model("resnet8", "64"), "width: got '64'"),
+    "no classes": (lambda: tcs.resnet18(4, classes=0), "classes: got 0"),
+    "sizes of floats": (lambda: tcs.Wire.up(SCHEME, [60.9, 40.9]), r"layer_sizes: got \(60\.9"),
+    "sizes below 0": (lambda: tcs.Wire.up("TCS", [-5]), "layer_sizes: got"),
+    "sizes of a number": (lambda: tcs.Known("TCS", 100), "layer_sizes: got 100 .* a list"),
+    "20 bits": (lambda: tcs.Wire(20, "block", (5,)), "value_bits: got 20"),
+    "no code": (lambda: tcs.Wire(32, "zip", (5,)), "code: got 'zip'"),
+    "one order for two": (
+        lambda: tcs.Known("FedAvg", [60, 6], order=[(0, 1)]), r"order: got .* layout_of"),
+    "order of parameters": (
+        lambda: tcs.Known("FedAvg", [6, 2], order=nn.Linear(3, 2).parameters()), "order: got"),
+    "a client of a name": (lambda: tcs.Client("TCS"), "known: got 'TCS'"),
+    "a server of a name": (lambda: tcs.Server("TCS"), "known: got 'TCS'"),
+    "weights by client": (
+        lambda: tcs.Compressor("FedAvg", [4], 2, weights={1: 100, 2: 300}), r"weights: got \{"),
+    "one weight": (lambda: tcs.Compressor("FedAvg", [4], 2, weights=3), "weights: got 3"),
+    "a model's name": (
+        lambda: tcs.Federation("resnet18", [[1]], "TCS", 0.1), "model: got 'resnet18'"),
+    "torch's loss": (
+        lambda: small_federation(loss=nn.CrossEntropyLoss()), "loss: got .* a function of the model"),
+    "no loss": (lambda: small_federation(loss=None), "loss: got None"),
+    "ranks for a group": (lambda: tcs.TCSState([0]), r"process_group: got \[0\]"),
+    "a scheme without a name": (lambda: tcs.register_scheme(None), "scheme: name: got None"),
+    "a broken pattern": (
+        lambda: tcs.register_suffix("-G<n>", r"g([1-9]", "x"), r"suffix -G<n>: pattern: got .*\("),
+    "a suffix without words": (lambda: tcs.register_suffix("-G", "g", ""), "suffix: says: got ''"),
+    "a suffix that is text": (
+        lambda: tcs.register_suffix("-G", "g", "x")("change"), "suffix -G: got 'change'"),
+    "a quantizer's number": (lambda: tcs.register_quantizer("U", 5), "quantizer: name: got 5"),
+    "a quantizer that is text": (
+        lambda: tcs.register_quantizer("U", "uniform")("text"), "quantizer uniform: got 'text'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call, says", REFUSED.values(), ids=REFUSED)
+def test_a_wrong_kind_of_value_is_named(call, says):
+    tables = tcs.SUFFIXES, tcs.QUANTIZERS, tcs.FAMILIES, tcs.RULES
+    before = [copy.copy(table) for table in tables]
+    with pytest.raises(ValueError, match=f"^{says}"):
+        call()
+    assert [*tables] == before
+
+
+def test_a_suffix_whose_group_is_no_whole_number(monkeypatch):
+    monkeypatch.setattr(tcs, "SUFFIXES", [*tcs.SUFFIXES])
+    tcs.register_suffix("-G<x>", r"g(\d\.\d)", "half", ("any scheme",))(lambda fields, number: {})
+    with pytest.raises(ValueError, match=r"^suffix -G<x>: the part '0\.5' of 'G0\.5' matches"):
+        tcs.Scheme.named("TCS-G0.5")
+
+
+def test_positions_of_a_list_of_clients_do_not_make_a_round_dense():
+    """`step(deltas, [0, 2])` once made a dense round of everybody."""
+    compressor, deltas_ND = tcs.Compressor("TCS", [100], 3), torch.randn(3, 100)
+    compressor.step(deltas_ND)
+    before = compressor.state_dict()
+    for wrong in ([0, 2], 2, "no", torch.tensor([0, 2])):
+        with pytest.raises(ValueError, match=r"^dense: got .* allowed: True or False; .* clients="):
+            compressor.step(deltas_ND, wrong)
+        with pytest.raises(ValueError, match=r"^dense: got "):
+            compressor.round(lambda n: deltas_ND[n], [0], wrong)
+        with pytest.raises(ValueError, match=r"^dense: got "):
+            compressor.known.begin(wrong)
+    assert same_state(compressor.state_dict(), before)
+    compressor.step(deltas_ND, np.bool_(True))
+    assert compressor.bits_up == 3200
+    for wrong in (0, 2):
+        with pytest.raises(ValueError, match=f"^clients: got {wrong} .* a list"):
+            compressor.step(deltas_ND, clients=wrong)
+    federation = small_federation(schedule=lambda t: tcs.Phase(0.1, 3))
+    with pytest.raises(ValueError, match=r"^schedule: round 0: dense: got 3 "):
+        federation.round()
+    assert federation.t == 0
+
+
+@pytest.mark.parametrize("name", ["to_server", "to_clients"])
+@pytest.mark.parametrize("wrong", ["message", "pair of nothing", "length", "negative", "other"])
+def test_what_a_link_returns_is_checked_before_a_round_closes(name, wrong):
+    class Mine(tcs.Link):
+        def to_server(self, known, n, message):
+            return changed(super().to_server(known, n, message), name == "to_server")
+
+        def to_clients(self, server):
+            return changed(super().to_clients(server), name == "to_clients")
+
+    def changed(pair, is_wrong):
+        if not is_wrong or not on:
+            return pair
+        return {"message": pair[0], "pair of nothing": ("text", pair[1]), "length": (pair[0], 3.0),
+                "negative": (pair[0], -8), "other": [*pair]}[wrong]  # fmt: skip
+
+    on = []
+    compressor, deltas_ND = tcs.Compressor("TCS", [100], 2, link=Mine()), torch.randn(2, 100)
+    compressor.step(deltas_ND)
+    positions_K = compressor.rule.positions.clone()
+    on.append(True)
+    with pytest.raises(ValueError, match=rf"^Mine\.{name}: got .* allowed: a pair of"):
+        compressor.step(deltas_ND)
+    assert torch.equal(compressor.rule.positions, positions_K)
+    on.clear()
+    compressor.step(deltas_ND)
+
+
+@pytest.mark.parametrize("update, says", [
+    (lambda update_D: update_D.double(), r"update_D: got torch\.float64"),
+    (lambda update_D: update_D[:5], r"update_D: got shape \(5,\)"),
+    (lambda update_D: update_D / 0, "server"),
+])  # fmt: skip
+def test_an_update_that_a_link_has_spoilt_does_not_arrive(update, says):
+    class Mine(tcs.Link):
+        def to_clients(self, server):
+            update_D, bits = super().to_clients(server)
+            return update(update_D), bits
+
+    batch = torch.randn(8, 3), torch.randint(2, (8,))
+    made = tcs.Federation(nn.Linear(3, 2), [[batch]] * 2, "FedAvg", 0.1, link=Mine())
+    theta_D = made.theta_D.clone()
+    with pytest.raises(ValueError, match=says):
+        made.round()
+    assert torch.equal(made.theta_D, theta_D) and made.is_whole
+
+
+def test_whether_a_client_was_heard_is_no_list():
+    """The list of the clients that were heard is not empty, so it once counted as True."""
+    known = tcs.Known("top-K", [100])
+    known.begin()
+    client, server = tcs.Client(known), tcs.Server(known)
+    server.add(0, client.send(torch.randn(100)))
+    heard = [*server.heard]
+    _, reply = server.finish()
+    with pytest.raises(ValueError, match=r"^heard: got \[0\] .* True or False"):
+        client.receive(reply, heard)
+    assert client.in_flight is not None and known.round == 0
+
+
+def test_a_server_names_a_number_of_another_type():
+    known = tcs.Known("top-K", [100])
+    known.begin()
+    message = tcs.Client(known).send(torch.randn(100))
+    server = tcs.Server(known)
+    with pytest.raises(ValueError, match=r"^number: got '0' \(str\), allowed: a client's number"):
+        server.add("0", message)
+    server.add(np.int64(0), message)
+    assert server.heard == [0]
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.ones(99), torch.ones(1), [1.0] * 100, torch.ones(100).double()]
+)
+def test_a_wrong_vector_is_not_withdrawn(wrong):
+    known = tcs.Known("top-K", [100])
+    known.begin()
+    client = tcs.Client(known)
+    client.send(torch.ones(100))
+    with pytest.raises(ValueError, match=r"^delta_D: got "):
+        client.withdraw(wrong)
+    assert client.sent_in(0) and torch.equal(client.errors_D, torch.ones(100))
+    client.withdraw(torch.ones(100))
+    assert not client.errors_D.any()
+
+
+@pytest.mark.parametrize("wrong", [3.0, -5, "1", torch.tensor([4]), True])
+def test_a_round_that_is_given_up_is_a_number(wrong):
+    known = tcs.Known("TCS", [100])
+    with pytest.raises(ValueError, match=r"^round: got "):
+        known.lose(wrong)
+    assert known.round == 0
+    known.lose(torch.tensor(4))
+    tcs.Known("TCS", [100]).load_state_dict(known.state_dict())
+    assert known.round == 5 and type(known.round) is int
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), "2"])
+def test_errors_are_not_scaled_by_what_is_no_number(wrong):
+    client = tcs.Client(tcs.Known("top-K", [10]), 0, torch.ones(10))
+    with pytest.raises(ValueError, match=r"^factor: got "):
+        client.scale_(wrong)
+    assert torch.equal(client.errors_D, torch.ones(10))
+
+
+def with_loader(data):
+    return DataLoader(TensorDataset(*data), batch_size=2)
+
+
+@pytest.mark.parametrize("make, says", [
+    (lambda x, y: [[(x, y)], [(x[:0], y[:0])]], r"batch: labels of shape \(0,\), allowed: one or"),
+    (lambda x, y: [TensorDataset(x, y)] * 2, r"batch: labels of shape \(\), .* a DataLoader"),
+    (lambda x, y: (x, y), "batch: got Tensor, allowed: a pair"),
+    (lambda x, y: [[(x, y, y)]] * 2, "batch: got 3 parts"),
+])  # fmt: skip
+def test_batches_that_are_none_are_refused(make, says):
+    data = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
+    tcs.Federation(nn.Linear(3, 2), [with_loader(data)] * 2, "TCS", 0.1).round()
+    with pytest.raises(ValueError, match=f"^{says}"):
+        tcs.Federation(nn.Linear(3, 2), make(*data), "TCS", 0.1).round()
+
+
+def test_a_loss_without_a_gradient_is_named():
+    made = small_federation(loss=lambda model, batch: tcs.cross_entropy(model, batch).detach())
+    with pytest.raises(ValueError, match=r"^loss: got one without a gradient, .* torch\.no_grad"):
+        made.round()
+    made = small_federation()
+    with torch.no_grad(), pytest.raises(ValueError, match=r"^loss: got one without a gradient"):
+        made.round()
+    made.round()
+
+
+def test_a_feed_with_a_wrong_number_of_clients():
+    class Mine:
+        clients = "2"
+
+        def batch(self, n, t, tau):
+            return torch.ones(2, 3), torch.tensor([0, 1])
+
+    with pytest.raises(ValueError, match=r"^feed: clients: got '2' \(str\)"):
+        tcs.Federation(nn.Linear(3, 2), Mine(), "TCS", 0.1)
+
+
+def test_statistics_of_all_clients_are_not_those_of_one():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    batch = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
+    made = tcs.Federation(net, [[batch]] * 2, "TCS", 0.1)
+    made.round()
+    with pytest.raises(ValueError, match=r"^statistics_S: got"), made.evaluated(made.statistics_NS):
+        pass
+    with made.evaluated(made.statistics_NS[1]) as model:
+        assert not model.training
