@@ -132,7 +132,7 @@ if len(rows):
 #
 # Each of the first three points is about a group of methods. It names the one of them that needs the fewest bytes, among those whose mean
 # accuracy is at most 1.0 point below that of FedAvg (the setting `below`). We allow as much because each difference is itself uncertain by
-# ± 0.7 points. (With half a point, top-K-K4 would be named instead of STC.)
+# ± 0.8 points. (With half a point, top-K-K4 would be named instead of STC.)
 #
 # Differences are in percentage points, with 95 % intervals. If an interval contains zero, we do not know which of the two methods is more
 # accurate. Three seeds are too few to estimate how much one method varies. So we assume that all methods vary equally from seed to seed,
@@ -518,7 +518,7 @@ print(
 )
 
 # %% [markdown]
-# Two limits should be kept in mind. Three seeds cannot decide between methods that are less than about 0.7 points apart. And the rates were
+# Two limits should be kept in mind. Three seeds cannot decide between methods that are less than about 0.8 points apart. And the rates were
 # chosen with one seed, so that a method's best rate may have been missed by one step of the list.
 #
 # [13_evidence](13_evidence.ipynb) judges the paper's own claims. Next: [18_flower](18_flower.ipynb) uses TCS inside a framework for
