@@ -3291,7 +3291,7 @@ class Compressor:
             allowed = "a pair of the update (D,) and the length in bits of the server's message"
             _refuse(f"{type(link).__name__}.to_clients", found, allowed)
         update_D = self.known.check_vector("update_D", pair[0])
-        if self.known.on_cpu and type(link).to_clients is not Link.to_clients:  # which checks it
+        if self.known.on_cpu and type(link).to_clients is not Link.to_clients:  # it checks
             update_D = self.known.require_finite(update_D, SERVER)
         return update_D, pair[1]
 
@@ -5564,8 +5564,7 @@ def _average(step: UnderWay, done: list[torch.futures.Future]) -> Tensor:
     all_count = is_on_cpu(void) and bool(counts_L.all())
     counted = _everything if all_count else _counting(known, counts_L)
 
-    # 5.2. Line 13. After a void step the gradient is subtracted again, too, which restores the
-    # errors from before it, except for rounding.
+    # 5.2. Line 13. A void step leaves the errors as they were before it, except for rounding.
     sent_K = torch.cat([shared_K, step.packed[: len(step.packed) // 2].long()])  # by this rank
     _take_out_of_errors(step, sent_K, counted)
     if client.momentum_D is not None:

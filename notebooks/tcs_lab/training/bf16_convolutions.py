@@ -1,9 +1,9 @@
 """Convolutions in bf16 on processors without AVX-512, where PyTorch's own take several times as long.
 
 Factors are rounded to bf16, products are summed in fp32, and sums are rounded to bf16, in the backward
-pass, too. Processors with AVX-512 do the same, and differ from this only in the order of their sums.
-PyTorch's own backward pass without AVX-512 rounds more often, and its gradients are about twice as far
-from exact ones.
+pass, too. This is also how bf16 is meant to work on processors with AVX-512, so that only the order of
+sums should differ. (We had no such processor to compare single values with.) PyTorch's own backward pass
+without AVX-512 rounds more often, and its gradients are about twice as far from exact ones.
 """
 
 from __future__ import annotations
