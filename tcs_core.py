@@ -3291,7 +3291,8 @@ class Compressor:
             allowed = "a pair of the update (D,) and the length in bits of the server's message"
             _refuse(f"{type(link).__name__}.to_clients", found, allowed)
         update_D = self.known.check_vector("update_D", pair[0])
-        if self.known.on_cpu and type(link).to_clients is not Link.to_clients:  # it checks
+        # Link's own method has made sure of that.
+        if self.known.on_cpu and type(link).to_clients is not Link.to_clients:
             update_D = self.known.require_finite(update_D, SERVER)
         return update_D, pair[1]
 
