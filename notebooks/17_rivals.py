@@ -268,10 +268,10 @@ def agreement() -> str:
         for p in pairs
     ]
     decided = [s for s, p in zip(same, pairs, strict=True) if p["low"] * p["high"] > 0]
-    return (
-        f"The small track above has the same order in {sum(same)} of the {len(pairs)} pairs of methods that the plan compares, and "
-        f"in {sum(decided)} of the {len(decided)} pairs whose interval on CIFAR-10 does not contain zero."
-    )
+    agrees = f"The small track above has the same order in {sum(same)} of the {len(pairs)} pairs of methods that the plan compares"
+    if not decided:
+        return f"{agrees}. On CIFAR-10, the interval of each of these differences contains zero, so the order there may be chance."
+    return f"{agrees}, and in {sum(decided)} of the {len(decided)} pairs whose interval on CIFAR-10 does not contain zero."
 
 
 if tuned_names:
