@@ -357,14 +357,15 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 # ## What to keep in mind
 #
 # - **Use no hidden information.** The shared mask may depend on the updates, the model, a seed and the number of the round, but not on
-#   anything that a client keeps to itself. The function `follow` of this notebook tests the shared mask, and so does `tcs compare --dry-run` (see below).
-# - **One object serves all clients.** If `own_mask` stores something, the next client sees it. This would be a leak of information.
+#   anything that a client keeps to itself. The function `follow` of this notebook tests the shared mask, and so does `tcs compare` before its first run (see below).
+# - **One object serves all clients.** If `own_mask` stores something, the next client sees it. This would be a leak of information, which
+#   `tcs compare` refuses, too.
 # - **A client's own mask must not overlap the shared mask.** The core refuses entries that would be sent twice.
 #   `select(…, excluded_D=shared_D)` avoids them; with a mask of booleans, write `& ~shared_D`.
 # - **Draw random masks from `self.seed` and a counter**, as `tcs.RandK` does, and never from `torch.rand`. The server and all clients
 #   must draw the same mask.
 # - **Save the state.** In `keeps`, list the names of all attributes that change during a training. They must be tensors or numbers. Then an interrupted run continues exactly, and
-#   `tcs compare --dry-run` checks this. If you need several past updates, keep them as one tensor (made by `torch.stack`). If you draw random numbers, keep
+#   `tcs compare` checks this. If you need several past updates, keep them as one tensor (made by `torch.stack`). If you draw random numbers, keep
 #   how often you have drawn.
 # - **Change no tensor in place.** `update_D` is added to the model afterwards, and the tensors in `keeps` are restored after a round that fails.
 #   So write `self.count_D = 0.8 * self.count_D + new_D`, and not `self.count_D.mul_(0.8).add_(new_D)`.
@@ -409,8 +410,8 @@ claim("the replay accepts the honest rules and rejects the cheat", honest == rig
 #
 #     uv run tcs compare notebooks/examples/mask_rule.py
 #
-# The [file](examples/mask_rule.py) has the rule of `TCS-Average` under another name, `Average-Mask`. Begin with `--dry-run`, which plays a
-# few rounds to find mistakes, and says how long the comparison takes: about a quarter of an hour on two cores. The command trains a small
+# The [file](examples/mask_rule.py) has the rule of `TCS-Average` under another name, `Average-Mask`. The command first plays a few
+# rounds to find mistakes. With `--dry-run`, it does only this, and says how long the comparison takes: about a quarter of an hour on two cores. The command trains a small
 # ResNet with ten clients on synthetic images, which it makes itself. It tries four learning rates, and chooses the one with the best
 # accuracy on 15,000 images. While this is the smallest or the largest one, it tries a further rate. Then it trains with the chosen rate and
 # three other seeds, and measures the accuracy of these runs on 26,000 other images. If you stop it, the next call continues.
@@ -436,7 +437,8 @@ claim("the replay accepts the honest rules and rejects the cheat", honest == rig
 # as there is no mask yet, it returns None, which makes the round dense. A rule without a shared mask, such as `Threshold`, does not define
 # this method. Give `phi_local=None` for a scheme in which clients add no entries of their own. With `--densities`, the comparison also
 # tries masks that are four and sixteen times smaller, and sets `k_global` and `k_local` accordingly. A method can also be written in two
-# other ways, as a pair of classes (one for the client, one for the server), or as a class that compresses one tensor at a time. The folder
+# other ways, as a pair of classes (one for the client, one for the server), or as a class that compresses one tensor at a time. (With
+# such a class, the server's reply has all entries, and their bytes are counted, unless the class has `downlink = True`.) The folder
 # [examples](examples) has an example of each.
 #
 # The next cell shows the rows of known methods that have been made so far, and the row of `Average-Mask`, the scheme in `mask_rule.py`, if

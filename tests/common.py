@@ -17,7 +17,8 @@ from torch.optim.sgd import sgd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-with contextlib.suppress(ModuleNotFoundError):  # an older checkout, asked by the oracle, has none
+# Imported before a test replaces a name that it binds. An older checkout, which the oracle asks, has none.
+with contextlib.suppress(ModuleNotFoundError):
     import tcs_lab.commands
 
 # A run of a tenth of a second.
@@ -148,7 +149,8 @@ def deltas_like_training(rounds, clients, sizes):
 
 
 class HeldFeed:
-    """One list of batches a client, none used twice; for static rounds too."""
+    """A feed with one list of batches per client, in which no batch is used twice. `hold` prepares it for
+    static rounds."""
 
     def __init__(self, batches_N, local_steps=1):
         self.batches_N, self.steps, self.clients = batches_N, local_steps, len(batches_N)
@@ -156,7 +158,9 @@ class HeldFeed:
     def batch(self, n, round, tau):
         if not isinstance(round, torch.Tensor):
             return self.batches_N[n][round * self.steps + tau]
-        place = (round * self.steps + tau).view(1)  # part[place] of a 0-d tensor would look at it
+        place = (round * self.steps + tau).view(
+            1
+        )  # part[place] of a 0-d tensor would read its value
         return tuple(part.index_select(0, place)[0] for part in self.held[n])
 
     def hold(self, rounds):

@@ -11,7 +11,7 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-if sys.dont_write_bytecode:  # else each of the many processes would compile torch: 2 s of 3
+if sys.dont_write_bytecode:  # else each of the many processes would compile torch's bytecode anew
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = tempfile.mkdtemp("-bytecode")
@@ -82,7 +82,7 @@ def _apart(tmp_path, monkeypatch, request):
     if not request.node.get_closest_marker("gpu"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of processes that a test starts
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    else:  # held to CPUs and to other rounds as closely as can be
+    else:  # results are compared with those of CPUs, so they must be exact and repeatable
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
         monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 

@@ -4,7 +4,7 @@ For every notebooks/*.py (or those whose name starts with an argument): the .ipy
 is executed from top to bottom in the notebooks folder, and is written without what changes from
 run to run (timings, widgets). Cell ids are kept. Commit the pair.
 
-With an argument results/<profile>: 08 is executed once a table, from the finished records that are
+With an argument results/<profile>: 08 is executed once per table, from the finished records that are
 there, into results/<profile>/table1.ipynb and so on; the table and its figure are written beside it.
 """
 
@@ -21,9 +21,9 @@ import tcs_lab as lab
 from jupytext.cli import jupytext as command
 from jupytext.config import load_jupytext_config
 from nbclient import NotebookClient
+from tcs_lab.runs.parameters import read_literals
 from tcs_lab.support.files import write_json
 from tcs_lab.tables.verdicts import VERDICTS_FOLDER
-from tcs_lab.teaching.cells import read_literals
 
 NOTEBOOKS = lab.ROOT / "notebooks"
 
@@ -125,9 +125,11 @@ def execute(py: Path) -> None:
 def main(names: list[str]) -> None:
     profiles = [name.removeprefix("results/") for name in names if name.startswith("results/")]
     stems = tuple(name for name in names if not name.startswith("results/"))
-    for py in sorted(NOTEBOOKS.glob("*.py")):
-        if py.stem.startswith(stems) if stems else not profiles:
-            execute(py)
+    found = [py for py in sorted(NOTEBOOKS.glob("*.py")) if py.stem.startswith(stems or "")]
+    if not found:
+        sys.exit(f"no notebook has a name that begins with {' or '.join(stems)}")
+    for py in found if stems or not profiles else ():
+        execute(py)
     for profile in profiles:
         tables(profile)
 

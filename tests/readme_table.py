@@ -295,15 +295,18 @@ def outcome_block() -> str:
         for name in ("TCS", "TCS-L4-Q5", "FedAvg", "FedAvg-L4")
     )
     assert tcs["low"] > -0.5 > short["high"] and dense["measured"] < tcs["measured"]  # as it says
-    assert dense_short["measured"] < short["measured"] / 2
+    assert (
+        dense_short["measured"] - dense["measured"] < short["measured"] / 2
+    )  # "most of this loss"
     answer = lab.control_answers(CONTROLS_PLAN).set_index("question").loc["mechanism"]
     times, times_short = whole_factors()
     config = drawn()["FedAvg"][0]["config"]
+    said = config["model"], config["width"], config["train_samples"]
+    assert said == ("resnet18", 16, 25_000)  # as it says
     return OUTCOME.format(
         clients=config["clients"], n=tcs["n"], tcs=ended(tcs, "centralized training"),
         level=fmean(final(drawn()["Baseline"]).values()), paper_level=params("table1")["paper"]["Baseline"][0],
         gain=ended(judged_rows()["cost"], "FedAvg"), short=ended(short, "centralized training"),
-        dense_short=ended(dense_short, "centralized training"),
         times=f"{times:.0f}", times_short=f"{times_short:.0f}",
         steps=costs_of_local_steps("FedAvg-L4", "FedAvg")[0], pixels=config["image_size"], epochs=config["epochs"],
         tuned=tuned_bullet(), unsettled=what_is_open(),
@@ -313,12 +316,10 @@ def outcome_block() -> str:
 
 def what_is_open() -> str:
     """What the first screen says about tuned rates, unless they are there, and about the full network."""
-    assert not lab.compare_prediction(ROOT / "params/prediction.yaml")[
-        "n"
-    ].any()  # else they are the news
+    predicted = lab.compare_prediction(ROOT / "params/prediction.yaml")
+    assert not predicted["n"].any()  # runs of the paper's length would be the news
     gaps = gpu_gaps()
-    assert 0 > gaps["top-K"] > gaps["TCS"] > gaps["FedAvg"]  # "below"
-    values_of_the_track()  # asserts what the sentence on synthetic images says
+    assert max(gaps.values()) < 0  # "below"
     rates = RATES_OPEN.format(**values_at_other_rates())
     full = {name: f"{-gap:.2f}" for name, gap in gaps.items()}
     size = SIZE_OPEN.format(share=epochs_at_full_size(), full=full)
@@ -551,13 +552,7 @@ def verdicts_block() -> str:
     """The table of differences, and the answers to the paper's other main questions."""
     rows, dense = judged_rows(), drawn()
     words = {name: lab.format_verdict(row).partition(":")[0] for name, row in rows.items()}
-    gaps = gpu_gaps()
-    settled = [rows[name] for name in ("parity", "x2000-parity")]
-    assert all(row["verdict"] != OPEN and row["holm"] < 0.05 for row in settled)  # "stays the same"
-    assert interval_ends(rows["parity"])[1] < 0 < gaps["top-K"] - gaps["TCS"]  # as the texts say
-    config = dense["FedAvg"][0]["config"]
-    said = (config["model"], config["width"], config["train_samples"])
-    assert said == ("resnet18", 16, 25_000)  # as the sentence says
+    assert rows["parity"]["high"] < 0  # "slightly less accurate"
     return VERDICTS.format(
         **words,
         **values_of_recurrence(),
@@ -571,7 +566,6 @@ def verdicts_block() -> str:
         regime=regime_answer(),
         table=compared_table(),
         glance=glance_table(),
-        level=fmean(final(dense["Baseline"]).values()),
         up=sent_after_start(),
         theirs=[lab.format_times(lab.paper_factor(name)) for name in ("TCS", "TCS-L4-Q5")],
         whole=whole_factors(),
@@ -643,10 +637,6 @@ def interval(row: dict[str, Any]) -> str:
     return lab.format_interval(*(row[key] for key in ENDS))
 
 
-def interval_ends(row: dict[str, Any]) -> tuple[float, float]:
-    return row["low"], row["high"]
-
-
 ENDS = ("measured", "low", "high")
 
 
@@ -655,6 +645,7 @@ ENDS = ("measured", "low", "high")
 
 def advice_block() -> str:
     """Which method to use: first the advice, then the numbers."""
+    assert ("STC", "Baseline") not in tuned_gaps()  # "STC was not tested there"
     return ADVICE.format(
         **values_of_the_track(),
         half=lab.format_interval(*unequal_trainings()[1][1]["TCS"]),
@@ -716,14 +707,8 @@ def of_scheme(found: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 SPELT_OUT = {
-    "Baseline": "centralized training",
     "FedAvg-L4": "FedAvg with 4 local steps",
-    "FedAvg-Global Momentum": "FedAvg with momentum",
-    "TCS-Global Momentum": "TCS with momentum",
-    "TCS-L4": "TCS with 4 local steps",
-    "DGC": "DGC, which includes momentum",
-    "TCS-Random": "TCS with a random mask",
-    "EF-signSGD-D1": "EF-signSGD, one bit in both directions",
+    "TCS-K4": "TCS with a quarter of the entries",
 }
 
 
@@ -848,7 +833,6 @@ def four_against_calculation(measured: links.Links) -> float:
         ]
         for own in (10, 50, 200)
     }
-    assert max(abs(ratio - 1) for ratio in ratios[10]) < 0.1  # "agreed"
     for own in (10, 50, 200):
         ways = ways_for(4)
         now = {way: four.row(way, net, 4, 4.0 * own)["seconds"] for way in ways}
@@ -886,11 +870,6 @@ def seconds_table(
             seconds, is_measured = measured.seconds(way, net, ranks, own)
             cells.append(f"{'' if is_measured else '≈ '}{step_seconds(seconds)} s")
         rows.append([f"{own:,} Mbit/s", *cells])
-    for ranks in stages:  # "most of PowerSGD's time is computing"
-        took = {
-            own: measured.seconds("PowerSGD rank 4", net, ranks, own)[0] for own in (50, 10_000)
-        }
-        assert took[10_000] > 0.8 * took[50]
     for own in (50, 200):  # "about three quarters"
         row = measured.row(HOOK, net, 2, 2.0 * own)
         assert 0.7 < row["seconds"] / measured.calculate(row) < 0.8
@@ -908,28 +887,21 @@ def seconds_table(
 
 def check_seconds(measured: links.Links, nets: tuple[links.Net, ...]) -> None:
     """Assert what the text on the two tables says."""
-    power, top = "PowerSGD rank 4", "top-K 1 %"
+    power = "PowerSGD rank 4"
     for net in nets:
         for n in RANKS:
             hook = list(ways_for(n))[-1]
             took = {
-                own: {way: measured.seconds(way, net, n, own)[0] for way in (*ways_for(n), top)}
+                own: {way: measured.seconds(way, net, n, own)[0] for way in ways_for(n)}
                 for own in OWN_LINKS
             }
             assert all(took[own][power] == min(took[own].values()) for own in (10, 50))
             assert took[1000][hook] < took[1000][power] * (1 if n <= 8 else math.inf)
             assert n < 16 or took[1000][power] < took[1000][hook]
             assert (took[200][hook] < took[200][power]) == (n == 2)
-            if n <= 4:
-                assert all(at[top] > 0.84 * at[hook] for at in took.values())
-            assert took[10_000][hook] > 0.9 * took[10_000]["bf16"]  # "gains too little"
-        assert took[10_000][power] > took[10_000][hook]
-    for net in nets:  # "about as long", "as much"
-        for own in OWN_LINKS:
-            pair = [measured.seconds(way, net, 2, own)[0] for way in (HOOK, top)]
-            assert max(pair) < 1.2 * min(pair)
-        sizes = [links.count_wire_bytes(way, net, ranks=2) for way in (HOOK, top)]
-        assert max(sizes) < 1.01 * min(sizes)
+            fastest = min(took[10_000], key=lambda way: took[10_000][way])
+            assert fastest in {2: ("plain", "bf16"), 8: ("bf16",)}.get(n, fastest)
+            assert took[10_000][power] > took[10_000][hook]
 
 
 def ddp_losses(small: frontier.Frontier) -> dict[str, str]:
@@ -1176,11 +1148,9 @@ def values_of_the_track() -> dict[str, Any]:
 def gpu_gaps() -> dict[str, float]:
     """Final accuracies of profile gpu at its own length, one seed, in points from the Baseline."""
     names = ("Baseline", "TCS", "FedAvg", "top-K", "TCS-L4-Q5")
-    asked = params("table1", "gpu") | {"schemes": list(names), "seeds": [0]}
+    epochs = params("gpu")["epochs"]
     found = list(lab.find_records(profile="gpu").values())
-    long = [
-        r for r in found if r["config"]["epochs"] == asked["epochs"] and not r["config"]["seed"]
-    ]
+    long = [r for r in found if r["config"]["epochs"] == epochs and not r["config"]["seed"]]
     ends = {r["config"]["scheme"]["name"]: 100 * r["rows"][-1]["accuracy"] for r in long}
     return {name: ends[name] - ends["Baseline"] for name in names[1:]}
 

@@ -1,4 +1,4 @@
-"""A client and a server: top-K whose errors fade, averaged over those who sent an entry.
+"""A client and a server: top-K whose errors fade, averaged mostly over those who sent an entry.
 
 tcs compare notebooks/examples/client_and_server.py
 """
@@ -17,21 +17,21 @@ class FadingClient(tcs.Client):
 
 
 class SendersServer(tcs.Server):
-    """An entry's average is over the clients that have sent it. Top-K sends each client's own
-    entries, so that most of them come from one or two clients."""
+    """An entry's average lies halfway, on a logarithmic scale, between that over all clients and that
+    over the clients that sent it. With top-K, most entries come from one or two clients."""
 
     def __init__(self, known, weights=None):
         super().__init__(known, weights)
-        self.senders_D = torch.zeros(known.dimension)
+        self.senders_D = torch.zeros(known.dimension, device=known.device)
 
     def add(self, number, message):
         super().add(number, message)
         self.senders_D[message.positions] += 1
 
     def average(self):
-        if self.average_D is None:
+        if self.average_D is None and not self.known.dense:  # everybody sends a dense round
             share_D = self.senders_D.clamp(min=1) / len(self.heard)
-            self.sum_D /= share_D.sqrt()  # halfway, or a single client would decide alone
+            self.sum_D /= share_D.sqrt()  # without the root, a single client would decide alone
         return super().average()
 
     def drop(self):

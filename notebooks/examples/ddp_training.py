@@ -30,6 +30,10 @@ def main(steps: int, folder: Path, accumulate: int = 2) -> torch.nn.Module:
         optimizer.load_state_dict(saved["optimizer"])
         state.load_state_dict(saved["hook"])
         begun = saved["step"]
+    steps_of = [None] * dist.get_world_size()
+    dist.all_gather_object(steps_of, begun)
+    if len(set(steps_of)) > 1:  # killed after one rank had saved and before another
+        raise SystemExit(f"the ranks' checkpoints are of different steps: {steps_of}")
 
     for step in range(begun, steps):
         optimizer.zero_grad()

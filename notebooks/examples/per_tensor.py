@@ -3,7 +3,8 @@
     tcs compare notebooks/examples/per_tensor.py
 
 GRACE and other benchmarks have methods in this form. Each client has an instance of its own, and the
-server a twin of each, which sees nothing but what was sent.
+server a twin of each, which sees nothing but what was sent. The server's reply has all entries, unless
+the class has `downlink = True`.
 """
 
 import math

@@ -19,8 +19,8 @@ from tcs_lab.compare.command import add_arguments
 EXIT_CODES = """\
 exit codes:
   0    all went well
-  1    a run diverged or failed, or a repeated run gave other numbers
-  2    no command, or input that cannot be used: one line on stderr says what and why
+  1    a run diverged, a run before a deadline failed, or a repeated run gave other numbers
+  2    no command, input that cannot be used, or too little memory or disk; stderr says what and why
   130  interrupted by Ctrl-C
   141  nobody reads what is printed, as after `| head`
   143  terminated by SIGTERM; all files on disk are whole"""

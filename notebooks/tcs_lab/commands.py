@@ -11,8 +11,9 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,6 @@ from tcs_lab.support.paths import ROOT
 from tcs_lab.tables.tables import plain_markdown, readable, summary
 from tcs_lab.training.configuration import RunConfig
 
-_GOES_ON = "the same command goes on"
-
 
 def carry_out(arguments: argparse.Namespace) -> int:
     """Carry out a command, return its exit code, and say in one line what ended it early."""
@@ -69,8 +68,8 @@ def carry_out(arguments: argparse.Namespace) -> int:
         return 2
     except KeyboardInterrupt as stop:
         how, code = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
-        afresh = arguments.command in ("again", "bench")
-        kept = "nothing is kept" if afresh else f"{_GOES_ON} where it stopped"
+        afresh = arguments.command in ("again", "bench", "links")
+        kept = "nothing is kept" if afresh else "the same command goes on where it stopped"
         print(f"{how}; {kept}", file=sys.stderr)
         return code
 
@@ -122,16 +121,17 @@ def _make(
         return 0
     records = run_all(configs, arguments.results, jobs)
     print(plain_markdown(table(records)))
-    return _report_diverged(records)
+    return _report_diverged(map(Run, configs), records)
 
 
-def _report_diverged(records: list[dict[str, Any]]) -> int:
-    """Say which runs diverged, and return the exit code of a command that has made these runs."""
-    diverged = [record for record in records if record.get("status") == "diverged"]
-    for record in diverged:
-        name = record["config"]["scheme"]["name"]
-        print(f"diverged: {name}: {record['reason']}", file=sys.stderr)
-    return 1 if diverged else 0
+def _report_diverged(jobs: Iterable[Job], records: list[dict[str, Any]]) -> int:
+    """Say which jobs diverged, and return the exit code of a command that has made them."""
+    code = 0
+    for job, record in zip(jobs, records, strict=True):
+        if reason := job.divergence(record):
+            print(f"diverged: {job.name}: {reason}", file=sys.stderr)
+            code = 1
+    return code
 
 
 def _params(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -171,7 +171,9 @@ def make_plans(arguments: argparse.Namespace) -> int:
         return _make_in_time(arguments, wanted())
     records = run_queue(wanted, arguments.results, jobs=jobs or 1)
     print(f"{len(records)} runs are made")
-    return _report_diverged(records)
+    return _report_diverged(
+        {job.path(arguments.results): job for job in wanted()}.values(), records
+    )
 
 
 def _check_minutes(arguments: argparse.Namespace) -> None:
@@ -194,7 +196,8 @@ def _make_in_time(arguments: argparse.Namespace, jobs: list[Job]) -> int:
     deadline = Deadline(jobs, read_plan(file).sharing, *where)
     records = deadline.make(arguments.minutes)
     print(plain_markdown(deadline.table()))
-    return max(_report_diverged(records), int(deadline.failed))
+    made = [attempt.job for attempt in deadline.made]
+    return max(_report_diverged(made, records), int(deadline.failed))
 
 
 def tell_status(arguments: argparse.Namespace) -> int:
@@ -235,9 +238,9 @@ class _PlannedStage:
 def _list_stages(arguments: argparse.Namespace, changes: dict[str, Any]) -> list[_PlannedStage]:
     results, stages = arguments.results, []
     named = _each_stage(arguments, lambda file: plan_jobs(file, changes, results))
+    follow = cache(lambda file: jobs_to_follow(file, changes, results))
     for file, name, jobs in named:
-        follow = jobs_to_follow(file, changes, results)[name]
-        stages.append(_PlannedStage(file, name, jobs, follow))
+        stages.append(_PlannedStage(file, name, jobs, follow(file)[name]))
     return stages
 
 

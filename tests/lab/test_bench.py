@@ -81,8 +81,6 @@ def test_the_command_writes_a_record_and_prints_a_table(tiny_benches, tmp_path, 
         assert works == parts | more
     compiled = [row["work"] for row in timed if row["part"] == "compiled"]
     assert compiled == ["pass"]  # there is no compiler
-    memory = [row for row in record["rows"] if row["part"] == "memory"]
-    assert [row["allowed"] for row in memory] == [12 * 4 * 3000]
     assert capsys.readouterr().out.count("\n") == len(timed) + 2
 
 

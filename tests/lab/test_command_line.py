@@ -41,7 +41,7 @@ def test_a_queue_says_how_it_ended(tmp_path, capsys, small):
     assert main(queue) == 0
     assert capsys.readouterr().out == "1 runs are made\n"
     assert main([*queue, "--set", "learning_rate=1000000.0"]) == 1
-    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("diverged: TCS: ")
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("diverged: TCS, seed 0: ")
 
 
 def test_a_queue_takes_several_plans_and_stages_of_them(tmp_path, capsys, small):

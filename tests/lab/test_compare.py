@@ -602,7 +602,7 @@ def test_a_dry_run_asks_about_a_misspelt_method(folder, capsys):
         text = f"{head}def {name}{end}"
         assert compare(folder, written(folder, text), "--dry-run") == 0
         assert (
-            "`obseve`, which is never called. Is `observe` meant?" in capsys.readouterr().out
+            "`obseve`, which the core does not call. Is `observe` meant?" in capsys.readouterr().out
         ) == asks
 
 
@@ -967,7 +967,7 @@ def test_a_wrong_file_gets_one_line_that_names_it(folder, capsys, kind):
         assert before == tcs.FAMILIES
 
 
-RUN = "run with eta 0.25 and seed 11, "
+TRIAL = "trial with eta 0.5 and seed 1, "
 WRONG_RUNS = {
     "shape": ("return tensors[0][:1]", "0.weight: got shape"),
     "NaN": ("return torch.full(context.shape, torch.nan)", "0.weight: got NaN"),
@@ -991,7 +991,7 @@ class Wrong:
         return tensors[0]
 """
     line = error_of(folder, capsys, written(folder, text))
-    assert "mine.py" in line and f": Wrong: {RUN}client 0, round 2: " in line and said in line
+    assert "mine.py" in line and f": Wrong: {TRIAL}client 0, round 2: " in line and said in line
 
 
 @pytest.mark.parametrize(
@@ -1006,7 +1006,7 @@ def test_what_cannot_be_sent_is_refused(folder, capsys, sent, said):
     text = SIGNS.replace("[tensor >= 0, tensor.abs().mean()], None", sent)
     line = error_of(folder, capsys, written(folder, text))
     assert "mine.py, line" in line or "mine.py: Signs" in line
-    assert f"Signs: {RUN}client 0, round 0: " in line and said in line
+    assert f"Signs: {TRIAL}client 0, round 0: " in line and said in line
 
 
 def test_finished_runs_stay_when_a_later_one_fails(folder, capsys):
@@ -1017,11 +1017,97 @@ def test_finished_runs_stay_when_a_later_one_fails(folder, capsys):
     )
     path = written(
         folder,
-        f"calls = []\ndef FAILS():\n    calls.append(1)\n    return len(calls) > 300\n{text}",
+        f"calls = []\ndef FAILS():\n    calls.append(1)\n    return len(calls) > 450\n{text}",
     )
     line = error_of(folder, capsys, path)
     assert "RuntimeError: in the middle" in line and "mine.py, line" in line
     assert len(records(folder, "Signs")) == 1
+
+
+def test_a_run_that_fails_after_the_trial_is_named(folder, capsys):
+    """The trial plays six rounds, and a run eight."""
+    text = """
+@tcs.register_scheme("Late", phi_global=None, phi_local=0.1)
+class Late(tcs.TopK):
+    def observe(self, update_D):
+        if self.round == 7:
+            raise RuntimeError("late")
+"""
+    line = error_of(folder, capsys, written(folder, text))
+    assert "Late: run with eta 0.25 and seed 11, round 7: RuntimeError: late" in line
+
+
+LEAKS = """
+@tcs.register_scheme("Leak", phi_global=None, phi_local=0.1, dense_warmup=False)
+class Leak(tcs.TopK):
+    def own_mask(self, intended_D, shared_D, k):
+        others = getattr(self, "chosen", {}).get(self.round, shared_D)
+        mask = super().own_mask(intended_D, others, k)
+        self.chosen = {self.round: others | tcs.positions_to_mask(mask, len(others))}
+        return mask
+"""
+STORE = """
+class Store:
+    store = {}
+
+    def compress(self, tensor, name):
+        self.store[name] = tensor.clone()
+        return [tensor[:0]], None
+
+    def decompress(self, tensors, context):
+        return self.store[context.name]
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(LEAKS, "own_mask: each client must find its mask by itself"),
+     (STORE, "Store: store: got an attribute of the class that changes")],
+)  # fmt: skip
+def test_what_a_receiver_cannot_know_is_refused_before_the_first_run(folder, capsys, text, said):
+    assert said in error_of(folder, capsys, written(folder, text))
+    assert not list((folder / "results").rglob("*.json"))
+
+
+def test_a_rule_without_a_dense_start_shares_nothing_at_first(folder, capsys):
+    text = """
+@tcs.register_scheme("Mine", dense_warmup=False)
+class Mine(tcs.TCS):
+    pass
+"""
+    assert compare(folder, written(folder, text), "--dry-run") == 0
+    assert "Four rounds were played without a mistake" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", ["-Q5", "-K4", "-LF", "-S2"])
+def test_suffixes_about_what_is_sent_are_refused_for_a_class(folder, capsys, suffix):
+    for name in (f"{written(folder, SIGNS)}:Signs{suffix}", f"LowRank{suffix}"):
+        line = error_of(folder, capsys, name)
+        assert "makes no sense" in line or "decides itself what is sent, allowed: -L<H>" in line
+
+
+def test_densities_of_a_class_keep_other_suffixes():
+    assert find_method("LowRank-L4").names == ("LowRank-L4", "LowRank-1-L4", "LowRank-4-L4")
+    assert find_method("LowRank-1").names == ("LowRank-1", "LowRank", "LowRank-4")
+
+
+def test_two_methods_never_share_a_folder():
+    names = ("TCS", "TCS+", "TCS++", "TCS-Global Momentum", "EF-signSGD-D1")
+    folders = [find_method(name).folder for name in names]
+    assert folders == ["TCS", "TCS+", "TCS++", "TCS-Global_Momentum", "EF-signSGD-D1"]
+
+
+def test_a_method_that_diverges_at_the_first_rate_is_no_mistake(folder, capsys):
+    """The trial of it is over early; its runs find the rates at which it does not diverge."""
+    text = SIGNS.replace("tensor.abs().mean()", "1e30 * tensor.abs().mean()")
+    assert compare(folder, written(folder, text), "--dry-run") == 0
+    assert "Signs diverged in its first rounds" in capsys.readouterr().out
+
+
+def test_a_file_with_a_byte_order_mark_is_read(folder):
+    path = folder / "mine.py"
+    path.write_bytes(b"\xef\xbb\xbf" + written(folder, SIGNS).read_bytes())
+    assert find_method(str(path)).name == "Signs"
 
 
 def test_a_mask_rule_that_is_wrong_is_named(folder, capsys):
@@ -1034,7 +1120,7 @@ class Mine(tcs.TopK):
         return torch.arange(k + 1)
 """
     line = error_of(folder, capsys, written(folder, text))
-    assert "mine.py" in line and f"Mine: {RUN}client 0, round 5: own_mask: got" in line
+    assert "mine.py" in line and f"Mine: {TRIAL}client 0, round 5: own_mask: got" in line
 
 
 def test_workers_read_the_file_too_and_its_error_comes_back_in_one_line(

@@ -232,6 +232,15 @@ def test_a_command_that_means_nothing_makes_nothing(plan, tmp_path, capsys, more
     assert says in capsys.readouterr().err and not (tmp_path / "results").exists()
 
 
+def test_a_pack_that_cannot_be_written_is_refused_before_the_first_run(plan, tmp_path, capsys):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    words = [*plan("{schemes: [TCS], minutes: 1}"), "--minutes", "1", "--pack"]
+    for pack in (tmp_path, tmp_path / "file" / "new.tar"):
+        assert main([*words, str(pack)]) == 2
+        assert capsys.readouterr().err.startswith("error: --pack: got ")
+    assert not (tmp_path / "results").exists()
+
+
 def test_two_plans_have_no_time_in_common(plan, tmp_path, capsys):
     queue, file, *more = plan("{schemes: [TCS], minutes: 1}")
     assert main([queue, file, str(tmp_path / "tiny.yaml"), *more, "--minutes", "1"]) == 2

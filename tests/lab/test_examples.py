@@ -32,6 +32,18 @@ def torchrun(example, *words):
     return ended.stdout
 
 
+# client_and_server.py ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_dense_round_of_the_server_is_the_mean(registry):
+    import client_and_server
+
+    assert client_and_server.FadingTopK
+    compressor = tcs.Compressor("Fading-TopK", [400], 10)
+    deltas_ND = torch.randn(10, 400)
+    torch.testing.assert_close(compressor.step(deltas_ND, dense=True), deltas_ND.mean(0))
+
+
 # federation.py ────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -144,6 +144,15 @@ def test_a_message_that_was_not_heard_stays_in_the_errors(tmp_path):
     assert node.follow(order) and torch.equal(node.client.errors_D, kept_D)
 
 
+def test_a_client_that_has_sent_nothing_can_be_saved(tmp_path):
+    """It joined after the last round, and hears the end of the federation."""
+    sides = Together(job(), tmp_path)
+    sides.round(0)
+    node = sides.node(1)
+    node.save()
+    assert sides.node(1).message == b"" and sides.node(1).mark == node.mark
+
+
 def test_a_file_of_another_run_begins_anew(tmp_path):
     sides = Together(job(), tmp_path)
     sides.round(0, 1)

@@ -2,8 +2,6 @@
 
 import json
 import threading
-import time
-from itertools import pairwise
 
 import pytest
 import tcs_lab as lab
@@ -182,6 +180,12 @@ def test_a_scheme_that_always_diverges_is_not_scored(plan):
         ("tuning:", "analysis:", "tuning: missing.*stage tuned"),
         ("[0.5, 1.0, 2.0]", "[1.0, 0.5]", "factors.*"),
         ("factors: ", "factor: ", "factor"),
+        (
+            "tune: [TCS, Baseline]",
+            "runs: [{schemes: [TCS], seeds: 3}]",
+            "seeds: got 3, allowed: none here",
+        ),
+        ("tune: [TCS,", "tune: [Nope,", "stage tuned: scheme 'Nope' is unknown"),
     ],
 )
 def test_a_plan_that_would_not_be_fair_is_refused(plan, was, now, says):
@@ -252,24 +256,24 @@ def test_a_queue_leaves_a_run_to_the_process_that_makes_it(tmp_path, small, monk
 
 
 def test_a_queue_that_waits_for_another_process_says_so_once(tmp_path, small, monkeypatch, capsys):
+    """It does not ask for its jobs again before a record has come."""
     monkeypatch.setattr(lab.runs.queue, "_LOOK_SECONDS", 0.05)
-    run = config(epochs=1)
+    run, asked = config(epochs=1), []
     elsewhere = lab.run(run, tmp_path / "elsewhere")
-    looks, times = [], []
+    path = lab.record_path(run, tmp_path)
+
+    def planned():
+        asked.append(path.exists())
+        return [Run(run)]
+
     with hold_lock(checkpoint_path(run)) as mine:
         assert mine
-
-        def planned():
-            looks.append(capsys.readouterr().err)
-            times.append(time.monotonic())
-            if len(looks) == 5:
-                write_json(lab.record_path(run, tmp_path), elsewhere)
-            return [Run(run)]
-
+        later = threading.Timer(0.3, write_json, (path, elsewhere))
+        later.start()
         assert lab.runs.run_queue(planned, tmp_path, progress=False) == [elsewhere]
-    said = [lab.record_path(run, tmp_path).stem in text for text in looks]
-    assert said == [False, True, False, False, False]
-    assert all(after - before >= 0.05 for before, after in pairwise(times))  # it waits in between
+        later.join()
+    assert asked == [False, True]
+    assert capsys.readouterr().err.count(path.stem) == 1
 
 
 def fails():

@@ -230,6 +230,12 @@ def test_what_a_link_adds_over_bytes_by_rate():
     assert links.Links([]).compare_bytes_over_rate()[2] == 0
 
 
+def test_the_median_of_two_steps_lies_in_the_middle():
+    row = {"layers": 1, "width": 9, "ranks": 2, "way": "plain", "mbit": 8.0, "n": 2, "seconds": 3.0}
+    read = links.Links([row | {"low": 2.0, "high": 3.0}])
+    assert read.rows[0]["seconds"] == read.row("plain", links.Net(1, 9), 2, 8.0)["seconds"] == 2.5
+
+
 def test_each_rank_with_a_link_of_its_own():
     """Two links of 4 Mbit/s are measured as one of 8, which all ranks share. With four ranks, top-K's
     entries go to three others: 4.04 MB a rank if that were all entries, so at 1 MB/s about 4 s."""

@@ -7,6 +7,7 @@ import tcs_lab as lab
 import torch
 from common import config
 from tcs_lab.training.client_streams import ClientStreams
+from tcs_lab.training.client_threads import ClientThreads
 from tcs_lab.training.side_by_side import SideBySide, uses_side_by_side
 from tcs_lab.training.training import ImageFeed, Training, load_data
 
@@ -99,7 +100,14 @@ def test_a_feed_that_changes_batches_is_asked_for_each(small):
         assert labels_NB.sum() == 0
 
 
-@pytest.mark.parametrize("trainer", [SideBySide, ClientStreams])
+def test_batch_norms_with_another_momentum_are_refused():
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 2, 1), torch.nn.BatchNorm2d(2, momentum=0.2))
+    batches = [[(torch.randn(4, 3, 2, 2), torch.zeros(4).long())]] * 2
+    with pytest.raises(ValueError, match=r"^model: got the momentum 0\.2 of a batch norm, allowed"):
+        tcs_core.Federation(net, batches, "TCS", 0.1, trainer=SideBySide)
+
+
+@pytest.mark.parametrize("trainer", [SideBySide, ClientStreams, ClientThreads])
 def test_optimizers_of_the_clients_own_are_refused(trainer):
     batches = [[(torch.randn(4, 6), torch.arange(4) % 3)]] * 2
     with pytest.raises(

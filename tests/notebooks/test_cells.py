@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pytest
 import tcs_lab as lab
-from tcs_lab.teaching.cells import read_literals
+from tcs_lab.runs.parameters import read_literals
 
 import tcs_core as tcs
 

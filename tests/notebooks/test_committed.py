@@ -16,7 +16,7 @@ import pytest
 import tcs_lab as lab
 from jupytext.config import load_jupytext_config
 from nbconvert import HTMLExporter, NotebookExporter
-from tcs_lab.teaching.cells import read_literals
+from tcs_lab.runs.parameters import read_literals
 from traitlets.config import Config
 
 import tcs_core as tcs

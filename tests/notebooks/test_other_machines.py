@@ -6,7 +6,7 @@ import nbformat
 import papermill
 import pytest
 import tcs_lab as lab
-from tcs_lab.teaching.cells import read_literals
+from tcs_lab.runs.parameters import read_literals
 
 NOTEBOOKS = lab.ROOT / "notebooks"
 IPYNB = sorted(NOTEBOOKS.glob("*.ipynb"))

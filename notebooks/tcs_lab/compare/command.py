@@ -33,7 +33,7 @@ def add_arguments(add: Callable[..., Any]) -> None:
 
 
 def compare_command(arguments: argparse.Namespace) -> int:
-    """Compare a method. Return 0 if all went well, and 1 if the method diverged at every rate.
+    """Compare a method. Return 0 if all went well, and 1 if the method has no points because runs diverged.
 
     Raises ValueError or FileNotFoundError, in one line, for what cannot be compared.
     """

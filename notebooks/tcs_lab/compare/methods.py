@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import inspect
 import linecache
 import re
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from tcs_core import FAMILIES, RULES, Scheme
-from tcs_lab.schemes.tensors import register_tensors
+from tcs_lab.schemes.tensors import TensorRule, register_tensors
 from tcs_lab.support.errors import one_line, shorten
 from tcs_lab.training.configuration import RunConfig
 
@@ -55,7 +56,7 @@ class Method:
     @property
     def folder(self) -> str:
         """The name of its folder under results/compare/."""
-        return re.sub(r"[^\w-]+", "_", self.name)[:64]
+        return re.sub(r"[^\w.+-]+", "_", self.name)[:64]
 
     @property
     def label(self) -> str:
@@ -63,9 +64,10 @@ class Method:
         return self.name if self.file is None else f"{self.file.name}: {self.name}"
 
     @contextlib.contextmanager
-    def guard(self, config: RunConfig) -> Iterator[None]:
+    def guard(self, config: RunConfig, what: str = "run") -> Iterator[None]:
         """Read the file, if there is one, so that it is known in this process. An error of the run in
-        this block is told in one line that names the file, the run and the round."""
+        this block is told in one line that names the file, the run and the round. `what` says what kind
+        of run it is."""
         if self.file is None:
             yield
             return
@@ -75,11 +77,11 @@ class Method:
         except (MemoryError, OSError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            run = f"run with eta {config.eta:g} and seed {config.seed}, {_round_of(error)}"
+            run = f"{what} with eta {config.eta:g} and seed {config.seed}{_round_of(error)}"
             line = _line_in(self.file, error)
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            what = f"{self.file}{line}: {config.scheme.name}: {run}: {kind}{one_line(error)}{_advice(error)}"
-            raise ValueError(what) from error
+            said = f"{kind}{one_line(error)}{_advice(error)}"
+            raise ValueError(f"{self.file}{line}: {config.scheme.name}: {run}: {said}") from error
 
 
 def find_method(given: str) -> Method:
@@ -105,16 +107,35 @@ def find_stored_method(name: str) -> Method:
         usual = Scheme.named(name).name
     except ValueError as error:
         raise ValueError(f"METHOD: {error}; allowed: a Python file, or {_STORED}") from None
+    _check_class(usual)
     return Method(usual, list_densities(usual))
+
+
+def _check_class(name: str) -> None:
+    """Raise ValueError for a scheme of a class with `compress` and `decompress` whose suffixes say what is
+    sent, because the class itself decides that."""
+    scheme = Scheme.named(name)
+    plain = ("tensors", 32, 1.0, None, None)
+    sent = (
+        scheme.code,
+        scheme.value_bits,
+        scheme.phi_global,
+        scheme.phi_local,
+        scheme.phi_min_global,
+    )
+    if issubclass(RULES[scheme.rule], TensorRule) and sent != plain:
+        what = "a class with compress and decompress decides itself what is sent"
+        raise ValueError(
+            f"{name}: got a suffix about what is sent, but {what}, allowed: -L<H> and momentum"
+        )
 
 
 def list_densities(name: str) -> tuple[str, ...]:
     """List a scheme and its two further densities, which are other ranks of a class, or smaller masks."""
-    scheme = Scheme.named(name)
-    rule = RULES[scheme.rule]
-    others = getattr(rule, "densities", ())
-    if name in others:
-        return (name, *(other for other in others if other != name))
+    rule = Scheme.named(name).rule
+    if others := getattr(RULES[rule], "densities", ()):
+        suffixes = name.removeprefix(rule)
+        return (name, *(Scheme.named(other + suffixes).name for other in others if other != rule))
     names = [name]
     for suffix in SMALLER:
         with contextlib.suppress(ValueError):
@@ -149,13 +170,17 @@ def read_method_file(path: Path, name: str = "", source: bytes | None = None) ->
         usual = Scheme.named(wanted).name
     except ValueError as error:
         raise ValueError(f"{path}: {wanted}: {error}") from None
+    try:
+        _check_class(usual)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return Method(usual, list_densities(usual), path, source)
 
 
 @cache
 def _execute(path: Path, source: bytes) -> dict[str, str]:
     """Execute the source of a file, once. Return the families of schemes that it adds, each with the error
-    that it has, or "". If the file fails, what it registered is removed again."""
+    that it has, or "". If the file fails, the families and rules that it registered are removed again."""
     before = dict(FAMILIES), dict(RULES)
     built_in = {name.lower() for name, fields in FAMILIES.items() if not _is_of_a_file(fields)}
     try:
@@ -192,7 +217,7 @@ def _make_module(path: Path, source: bytes) -> types.ModuleType:
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
     try:
-        text = source.decode()
+        text = importlib.util.decode_source(source)
         linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
         exec(compile(text, str(path), "exec"), vars(module))
     except KeyboardInterrupt:
@@ -292,8 +317,8 @@ def _advice(error: BaseException) -> str:
 
 
 def _round_of(error: BaseException) -> str:
-    """Return text like "client 2, round 17", which the compressor has noted on the error."""
+    """Return text like ", client 2, round 17", which the compressor has noted on the error, or ""."""
     for note in getattr(error, "__notes__", ()):
         if match := re.match(r"(client \d+, )?round \d+", note):
-            return match[0]
-    return "before its first round"
+            return f", {match[0]}"
+    return ""

@@ -3,9 +3,10 @@ shorter a better code makes its bytes, and whether its messages can be decoded."
 
 from __future__ import annotations
 
+import copy
 import difflib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcs_core import TCS, Link, MaskRule, Scheme, unchanged
+from tcs_core import TCS, Client, Link, MaskRule, Scheme, unchanged
 from tcs_lab.schemes.packing import recoded_size, tensor_bytes
 from tcs_lab.schemes.tensors import TensorClient
 from tcs_lab.training.configuration import RunConfig
@@ -39,7 +40,7 @@ def probe_method(config: RunConfig, tcs: RunConfig, data: Data, turns: int = 15)
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads or threads)
     try:
-        sides = [_skip_start(Training(one, data), one) for one in (config, tcs)]
+        sides = [_skip_start(Training(one, data)) for one in (config, tcs)]
         times: list[list[float]] = [[], []]
         for _ in range(turns):
             for took, rounds in zip(times, sides, strict=True):
@@ -73,12 +74,13 @@ def play_rounds(config: RunConfig, data: Data) -> Played:
     in a training that has loaded the saved state. Describe the fourth round.
 
     Raises ValueError if the two do not give the same update, if a rule changes a tensor that it is given,
-    and if the shared mask cannot be known to everybody.
+    if the shared mask cannot be known to everybody, if a client's own mask depends on other clients, and if
+    a class with `compress` and `decompress` changes an attribute of the class, which both sides would see.
     """
     training, resumed = Training(config, data), Training(config, data)
     compressor = training.compressor
-    with _refuse_changes(compressor.rule):
-        _replay_masks(training, _repeat_epoch(training, min(config.warmup, config.epochs - 1)))
+    with _refuse_changes(compressor.rule), _refuse_shared_attributes(compressor.clients):
+        _replay_masks(training, _repeat_epoch(training))
     played = Played(
         compressor.bytes_up, config.client_count, compressor.known.dense, _find_misspelling(compressor.rule)
     )  # fmt: skip
@@ -123,22 +125,64 @@ def _refuse_changes(rule: MaskRule) -> Iterator[None]:
             delattr(rule, name)
 
 
+@contextmanager
+def _refuse_shared_attributes(clients: Mapping[int, Client]) -> Iterator[None]:
+    """Raise ValueError if attributes of a per-tensor method's class change, as a dictionary to which one
+    side adds and from which the other side reads."""
+    kinds = {type(c.side.instance) for c in clients.values() if isinstance(c, TensorClient)}
+    before = {kind: {name: repr(value) for name, value in vars(kind).items()} for kind in kinds}
+    yield
+    for kind, attributes in before.items():
+        changed = [
+            name for name, value in vars(kind).items() if attributes.get(name) != repr(value)
+        ]
+        if changed:
+            raise ValueError(
+                f"{kind.__name__}: {changed[0]}: got an attribute of the class that changes, which clients and "
+                "server would share, allowed: attributes of the instance (self), which each side has for itself"
+            )
+
+
 def _replay_masks(training: Training, rounds: Iterator[Tensor], count: int = 4) -> None:
     """Play rounds, and let a second rule follow them that sees only what the server and all clients know: the
-    updates, the model, and the round's number. Raises ValueError if it chooses another shared mask."""
+    updates, the model, and the round's number. Raises ValueError if it chooses another shared mask, or
+    another own mask for a client than the rule that has seen the other clients of the round."""
     known, rule = training.compressor.known, training.compressor.rule
     outsider = type(rule)(rule.scheme, rule.layer_sizes, rule.device, rule.seed)
+    chosen = list[tuple[tuple[Any, ...], Any]]()
+    own_mask = rule.own_mask
+
+    def noted(intended_D: Tensor, *others: Any) -> Any:
+        mask = own_mask(intended_D, *others)
+        chosen.append(
+            ((intended_D.clone(), *others), mask.clone() if isinstance(mask, Tensor) else mask)
+        )
+        return mask
+
+    rule.own_mask = noted  # type: ignore[method-assign]
     for _ in range(count):
         theta_D = training.theta_D.clone()
+        chosen.clear()
         update_D = next(rounds)
         outsider.round = rule.round
         outsider.begin(theta_D, rule.mask_factor)
+        for arguments, mask in chosen:
+            alone = copy.deepcopy(outsider).own_mask(*arguments)
+            if not torch.equal(known.positions_of(alone), known.positions_of(mask)):
+                raise ValueError(
+                    "own_mask: each client must find its mask by itself, but in round "
+                    f"{outsider.round}, a second object of the class, which had not been asked by other clients, "
+                    "found another one, allowed: a mask that follows from `intended_D`, `shared_D`, k and what "
+                    "everybody knows"
+                )
         mask = outsider.shared_mask()
+        if mask is None and not rule.scheme.dense_warmup:
+            mask = known.shared_K[:0]  # as in `Known.begin`: nothing is shared yet
         guess_K = None if mask is None else known.positions_of(mask)
         if not known.dense and (guess_K is None or not torch.equal(guess_K, known.shared_K)):
             raise ValueError(
                 "shared_mask: the server and each client must find the same mask, but in round "
-                f"{known.round}, a second object of the class found another one, allowed: a mask that follows "
+                f"{outsider.round}, a second object of the class found another one, allowed: a mask that follows "
                 "from the updates given to `observe`, the parameters given to `begin`, self.round and self.seed"
             )
         outsider.observe(update_D.clone())
@@ -154,7 +198,7 @@ def _find_misspelling(rule: MaskRule) -> str:
     ]
     for name in (name for cls in own for name in vars(cls) if name not in dir(TCS)):
         if meant := difflib.get_close_matches(name.strip("_"), calls, 1, 0.8):
-            return f"The class has `{name}`, which is never called. Is `{meant[0]}` meant?"
+            return f"The class has `{name}`, which the core does not call. Is `{meant[0]}` meant?"
     return ""
 
 
@@ -175,16 +219,17 @@ def _are_equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and repr(one) == repr(other)
 
 
-def _skip_start(training: Training, config: RunConfig) -> Any:
+def _skip_start(training: Training) -> Any:
     """Return the rounds after the start of a training, the first three of them played."""
-    rounds = _repeat_epoch(training, min(config.warmup, config.epochs - 1))
+    rounds = _repeat_epoch(training)
     for _ in range(3):
         next(rounds)
     return rounds
 
 
-def _repeat_epoch(training: Training, epoch: int) -> Any:
-    """Yield the rounds of an epoch again and again."""
+def _repeat_epoch(training: Training) -> Any:
+    """Yield the rounds of the first epoch after the warm-up again and again."""
+    epoch = min(training.config.warmup, training.config.epochs - 1)
     while True:
         yield from training.rounds(epoch)
 
@@ -195,7 +240,7 @@ def _measure_recoding(config: RunConfig, data: Data, rounds: int = 3) -> float:
     clients = [c for c in training.compressor.clients.values() if isinstance(c, TensorClient)]
     if not clients:
         return 1.0
-    going = _skip_start(training, config)
+    going = _skip_start(training)
     for client in clients:
         client.side.instance = _RecodingCounter(client.side.instance)
     for _ in range(rounds):
@@ -227,10 +272,9 @@ def _check_decoding(config: RunConfig, data: Data, rounds: int = 4) -> bool:
     plain = Training(config, data)
     if any(isinstance(c, TensorClient) for c in plain.compressor.clients.values()):
         return True
-    epoch = min(config.warmup, config.epochs - 1)
     pairs = zip(
-        _repeat_epoch(plain, epoch),
-        _repeat_epoch(Training(config, data, link=Link(unchanged)), epoch),
+        _repeat_epoch(plain),
+        _repeat_epoch(Training(config, data, link=Link(unchanged))),
         range(rounds),
         strict=False,
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from tcs_core import Scheme
+from tcs_core import NotFiniteError, Scheme
 from tcs_lab.compare.methods import Method, read_method_file
 from tcs_lab.compare.probe import Played, play_rounds, probe_method
 from tcs_lab.compare.scoring import Point, Scores
@@ -25,7 +25,7 @@ from tcs_lab.compare.table import (
 )
 from tcs_lab.compare.track import PLAN, Track, count_runs_left, list_next_runs
 from tcs_lab.runs.jobs import Tell
-from tcs_lab.runs.records import Record
+from tcs_lab.runs.records import Record, read_record, record_path
 from tcs_lab.runs.runs import Run, run_all
 from tcs_lab.support.errors import shorten
 from tcs_lab.support.files import write_json, write_whole
@@ -72,26 +72,15 @@ class Trial:
 
 
 def try_method(track: Track, method: Method, names: Sequence[str]) -> Trial:
-    """Play a few rounds of each scheme of a method from a file.
+    """Play a few rounds of each scheme of a method from a file, and measure how long one takes.
 
-    Raises ValueError, in one line that names the file, for a mistake in it, and for two densities that
-    send as many bytes.
+    Raises what `play_method` raises.
     """
     if method.file is None:
         return Trial()
-    sizes, played = dict[int, str](), list[Played]()
-    for name in names:
-        config = track.find_scheme(name, method).search.config(1.0, track.seeds[0])
-        with method.guard(config):
-            played.append(play_rounds(config, load_data(config)))
-        size = played[-1].bytes_up
-        if size in sizes:
-            raise ValueError(
-                f"--densities: {method.label}: {sizes[size]} and {name} both send {size:,} bytes in a round, "
-                "allowed: a rule that keeps fewer entries where self.k_global and self.k_local are smaller; "
-                "or leave --densities out"
-            )
-        sizes[size] = name
+    played = play_method(track, method, names)
+    if played is None:
+        return Trial(words=f"{names[0]} diverged in its first rounds; smaller rates will be tried.")
     first = track.find_scheme(names[0], method).search.config(1.0, track.seeds[0])
     if first.scheme.centralized:
         return Trial()
@@ -100,6 +89,34 @@ def try_method(track: Track, method: Method, names: Sequence[str]) -> Trial:
     with method.guard(first):
         probe = probe_method(first, beside, load_data(first), turns=5)
     return Trial(probe.beside_tcs / first.scheme.local_steps, words)  # an epoch has fewer rounds
+
+
+def play_method(track: Track, method: Method, names: Sequence[str]) -> list[Played] | None:
+    """Play a few rounds of each scheme of a method from a file, so that mistakes are found before its first
+    run. Return None if one diverged, which is a result and not a mistake.
+
+    Raises ValueError, in one line that names the file, for a mistake in it, and for two densities that
+    send as many bytes.
+    """
+    sizes, played = dict[int, str](), list[Played]()
+    for name in names:
+        config = track.find_scheme(name, method).search.config(1.0, track.seeds[0])
+        try:
+            with method.guard(config, "trial"):
+                played.append(play_rounds(config, load_data(config)))
+        except ValueError as error:
+            if isinstance(error.__cause__, NotFiniteError):
+                return None
+            raise
+        size = played[-1].bytes_up
+        if size in sizes:
+            raise ValueError(
+                f"--densities: {method.label}: {sizes[size]} and {name} both send {size:,} bytes in a round, "
+                "allowed: a rule that keeps fewer entries where self.k_global and self.k_local are smaller; "
+                "or leave --densities out"
+            )
+        sizes[size] = name
+    return played
 
 
 def _describe_round(played: Played, tcs: Played) -> str:
@@ -119,7 +136,7 @@ def estimate_minutes(track: Track, names: Sequence[str], slower: float | None) -
     if slower is None:
         is_class = Scheme.named(names[0]).code == "tensors"
         remark = " (or several times as long with compress and decompress; --dry-run measures it)"
-        return minutes, remark * is_class
+        return minutes, remark if is_class else ""
     if slower <= 1:
         return minutes, ""
     return minutes * slower, f" (a run takes about {slower:.1f} times as long as one of TCS)"
@@ -132,6 +149,8 @@ def make_rows(
     remain, and the same call goes on. `slower` is what `try_method` returned, if it was called."""
     tuned = [track.find_scheme(name, method) for name in names]
     each, remark = estimate_minutes(track, names, slower)
+    if method.file is not None and slower is None and list_next_runs(tuned):
+        play_method(track, method, names)
     while configs := list_next_runs(tuned):
         left = max(len(configs), count_runs_left(tuned))
         minutes = math.ceil(left / jobs) * each
@@ -305,8 +324,6 @@ def _read_rows(track: Track, method: Method | None) -> dict[str, dict[str, Any]]
 
 def _find_reasons(tuned: Any) -> list[str]:
     """Say why runs of a scheme diverged."""
-    from tcs_lab.runs.records import read_record, record_path
-
     seeds = [(f, tuned.search.tuning.seed) for f in tuned.tried]
     configs = [tuned.search.config(*one) for one in seeds]
     if tuned.chosen is not None:

@@ -197,6 +197,8 @@ class Scores:
             words.append(f"not reached: best {best.accuracy:.1f} at {format_number(best.both)} MB")
         without = self._difference(point.without_start(), [p.without_start() for p in points])
         equal = self._difference(point, points)
+        if math.isnan(without.value) and not math.isnan(equal.value):
+            words.append("without dense starts: no run with as few or as many MB")
         usual = next((p for p in points if p.scheme == name), points[-1])
         signs = {point.scheme: 1.0, usual.scheme: -1.0}
         difference = self.model.estimate(signs, self.confidence)

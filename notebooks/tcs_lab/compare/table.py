@@ -30,11 +30,13 @@ def rows_table(
     messages are decoded or only counted, for the usual density of each."""
     lines = []
     for method, point in points:
-        kept = rows.get(method, {}) if point.scheme == method else {}
+        row = rows.get(method, {})
+        kept = row if point.scheme == method else {}
         start = format_number(point.start) if point.start else "–"
         start_up = point.start / 2  # a dense round sends as many bytes up as down
-        recoded = start_up + (point.up - start_up) * kept.get("recoded", math.nan)
-        mark = "" if kept.get("decodes", True) else " (counted)"
+        share = kept.get("recoded", 1.0)  # 1 where no other code was tried
+        recoded = start_up + (point.up - start_up) * share if share < 1 else math.nan
+        mark = "" if row.get("decodes", True) else " (counted)"
         lines.append({
             "Method": point.scheme + mark, "n": str(point.n), "Rate": format_number(point.rate),
             "Accuracy %": f"{point.accuracy:.2f} ± {point.half:.2f}",

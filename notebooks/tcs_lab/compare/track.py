@@ -115,10 +115,10 @@ def list_next_runs(tuned: Iterable[TunedScheme]) -> list[RunConfig]:
     configs = []
     for one in tuned:
         search = one.search
-        missing = [factor for factor, accuracy in search.tried().items() if accuracy is None]
+        missing = [factor for factor, accuracy in one.tried.items() if accuracy is None]
         configs += [search.config(factor, search.tuning.seed) for factor in missing]
-        if not missing and search.chosen is not None:
-            wanted = [search.config(search.chosen, seed) for seed in one.seeds]
+        if not missing and one.chosen is not None:
+            wanted = [search.config(one.chosen, seed) for seed in one.seeds]
             configs += [c for c in wanted if not record_path(c, one.results).is_file()]
     return configs
 
@@ -127,9 +127,8 @@ def count_runs_left(tuned: Iterable[TunedScheme]) -> int:
     """Count the missing runs, if no rates beyond those that are tried first will be needed."""
     left = 0
     for one in tuned:
-        tried = one.search.tried()
-        left += sum(accuracy is None for accuracy in tried.values())
-        is_lost = None not in tried.values() and one.search.chosen is None
+        left += sum(accuracy is None for accuracy in one.tried.values())
+        is_lost = one.is_tuned and one.chosen is None
         left += 0 if is_lost else len(one.seeds) - len(one.scored)
     return left
 
@@ -139,8 +138,7 @@ def count_further_rates(tuned: Iterable[TunedScheme]) -> int:
     the longer side of the list, as long as a search is not over."""
     count = 0
     for one in tuned:
-        tried = one.search.tried()
-        if None in tried.values():
-            grid = one.search.tuning.grid
+        if not one.is_tuned:
+            grid, tried = one.search.tuning.grid, one.tried
             count += max(sum(f < min(tried) for f in grid), sum(f > max(tried) for f in grid))
     return count

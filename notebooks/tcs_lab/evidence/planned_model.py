@@ -203,7 +203,7 @@ def compare_unequal_clients(
     """
     equal = {"": RunsByScheme(records)}
     planned, rows = fit_model(equal), []
-    for setting, found in there.items() if read.unequal else ():
+    for setting, found in there.items():
         for first, second in read.unequal.pairs if read.unequal else ():
             of_pair = {f: r for f, r in found.items() if scheme_of(r) in (first, second)}
             unequal = {"there": RunsByScheme(of_pair)}

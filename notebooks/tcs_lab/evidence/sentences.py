@@ -127,8 +127,8 @@ def sentences_table(
             parts += [(text, verdict_on(notebook, text)) for text in texts]
         words = [word for _, word in parts]
         differ = len({word for word in words if word != BY_CONSTRUCTION}) > 1
-        said = [f"{what} ({word})" if differ else what for what, word in parts if what]
-        said = said if differ else said[: len(names)]  # statements have no numbers
+        shown = parts if differ else parts[: len(names)]  # statements have no numbers
+        said = [f"{what} ({word})" if differ else what for what, word in shown if what]
         measured = f"{'. '.join(one[0].upper() + one[1:] for one in said)}." if said else ""
         because = " ".join(filter(None, [measured, s.because, *(flag_of[name] for name in names)]))
         rows.append({"where": s.where, "says": s.says, "verdict": s.word or combine_verdicts(words),

@@ -107,7 +107,7 @@ def epochs_kept(config: RunConfig) -> int:
     path = checkpoint_path(config)
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        return len(json.loads(state["rows"]))
+        return len(json.loads(state["rows"])) if state["state version"] == STATE_VERSION else 0
     except Exception:  # as in `load_checkpoint`: damaged files raise many kinds
         return 0
 

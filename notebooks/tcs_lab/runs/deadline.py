@@ -23,7 +23,7 @@ from tcs_lab.runs.workers import start_job, stop_processes
 from tcs_lab.support.files import write_whole
 
 _POLL_SECONDS = 0.1  # how often it looks whether a run has ended
-_LATEST = 5  # epochs whose pace counts: the first ones, dense, go at another one
+_LATEST = 5  # epochs whose pace counts: the first, dense ones take another time
 _CHECKPOINTS = 1.05  # a run spends up to a twentieth of its time on them, beside its epochs
 
 
@@ -37,8 +37,8 @@ def next_to_start(
     """Choose which of the `waiting` runs to begin now: its index in the list, or None.
 
     `running` and `waiting` are the work of the runs that have begun and of those that have not, in
-    the order in which they are wanted; `seconds` are left. The first run is begun that ends in time
-    together with all that run already, as long as one more at once gets more done. One that does
+    the order in which they are wanted; `seconds` are left. This is the first run with which all of them end in
+    time, including those that have begun; None if one more at once would get less done. A run that does
     not fit is passed over: after the others have ended it would fit even less.
     """
     if len(running) < most_at_once(sharing):
@@ -58,8 +58,8 @@ def most_at_once(sharing: Sequence[float]) -> int:
 
 
 def seconds_together(works: Sequence[float], sharing: Sequence[float]) -> float:
-    """The seconds until the last of some runs has ended that begin together. The fewer are left, the
-    faster they go."""
+    """The seconds until all of these runs have ended, if they begin together. The fewer are still
+    running, the faster each of them goes."""
     passed, done = 0.0, 0.0
     for ended, work in enumerate(sorted(works)):
         passed += (work - done) * sharing[len(works) - ended - 1]
@@ -138,8 +138,11 @@ class Deadline:
                 job.read(results)
                 attempt.outcome = "was there"
             self.attempts.setdefault(job.digest, attempt)
-        for folder in [results_folder("", results), *([self.pack.parent] if self.pack else [])]:
-            check_folder(folder)
+        check_folder(results_folder("", results))
+        if self.pack:
+            if self.pack.is_dir():
+                raise ValueError(f"--pack: got {self.pack}, which is a folder, allowed: a file")
+            check_folder(self.pack.parent, "--pack")
         self.waiting = [one for one in self.attempts.values() if not one.outcome]
         self.running: list[Attempt] = []
         self.made: list[Attempt] = []

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import chain, count
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -38,15 +39,15 @@ class Expected(NamedTuple):
 
 def expect(jobs: Iterable[Job], results: str | Path | None = None) -> Expected:
     """Estimate what it takes to make these jobs; if a job was stopped, to make its rest."""
-    count, hours, unknown = 0, 0.0, 0
+    number, hours, unknown = 0, 0.0, 0
     for job in jobs:
-        count += 1
+        number += 1
         seconds = job.seconds_alone(results)
         if seconds is None:
             unknown += 1
         else:
             hours += seconds * (1 - job.parts_kept() / job.length) / 3600
-    return Expected(count, hours, unknown)
+    return Expected(number, hours, unknown)
 
 
 def forecast(configs: Iterable[RunConfig], jobs: int = 1, results: str | Path | None = None) -> str:
@@ -56,10 +57,9 @@ def forecast(configs: Iterable[RunConfig], jobs: int = 1, results: str | Path | 
     missing = [config for path, config in wanted.items() if not path.exists()]
     if not missing:
         return f"{len(wanted)} runs, which all have a record: nothing is trained"
-    at_once = min(jobs, len(missing))
-    threads = max(1, torch.get_num_threads() // at_once)
+    threads = max(1, torch.get_num_threads() // jobs)  # as `run_queue` shares them out
     as_made = [replace(config, threads=config.threads or threads) for config in missing]
-    seconds = sum(estimate_run(config, results) for config in as_made) / at_once
+    seconds = sum(estimate_run(config, results) for config in as_made) / min(jobs, len(missing))
     epochs = " or ".join(f"{number:,}" for number in sorted({config.epochs for config in missing}))
     return (
         f"{len(missing)} of {len(wanted)} runs have no record and are made now, of {epochs} epochs: "
@@ -129,7 +129,7 @@ def _samples(identity: Mapping[str, Any]) -> float:
 
 # The time of a sample, by records ─────────────────────────────────────────────────────────────────
 
-# Two runs that agree in these take equally long for a sample, by the same scheme.
+# Two runs of one scheme that agree in these take equally long for a sample.
 _SIZE = ("dataset", "image_size", "context", "model", "width", "precision")
 
 
@@ -210,7 +210,8 @@ def _seconds_a_round(config: RunConfig, samples: int) -> float:
     training, before = Training(config, data), torch.get_num_threads()
     torch.set_num_threads(config.threads or before)
     try:
-        rounds, seconds = training.rounds(0), list[float]()
+        rounds = chain.from_iterable(map(training.rounds, count()))  # of as many epochs as needed
+        seconds = list[float]()
         next(rounds)  # the first one is dense, and what it loads does not count
         while len(seconds) < _ROUNDS and sum(seconds) < _ENOUGH_SECONDS:
             start = time.perf_counter()

@@ -85,7 +85,7 @@ class Job(ABC):
         return None if self.minutes is None else 60 * self.minutes
 
     def lock(self, results: str | Path | None = None) -> Path:
-        """The path whose lock the process holds that makes the job."""
+        """The path that is locked while a process makes the job."""
         return self.path(results)
 
     @property
@@ -117,9 +117,9 @@ class Job(ABC):
     def read_all(
         cls, jobs: Sequence[Any], results: str | Path | None = None, closely: bool = False
     ) -> list[Record]:
-        """Read the records of jobs of this kind, all of which are made. A kind may check them together,
-        and if `closely` also whether they were made of the data that is given now, which is worth
-        its time before hours of work."""
+        """Read the records of jobs of this kind, all of which are made. A kind may check
+        the records together. If `closely`, it may also check that they were made of the data that is
+        given now; that takes time, and is for a moment before hours of work."""
         return [job.read(results) for job in jobs]
 
     @classmethod
@@ -198,11 +198,12 @@ def missing_jobs(jobs: Iterable[Some], results: str | Path | None = None) -> lis
     return [job for job in once.values() if not job.is_made(results)]
 
 
-def check_folder(path: Path) -> None:
-    """ValueError, before hours of work, if no record could be written there."""
+def check_folder(path: Path, what: str = "results") -> None:
+    """Raise ValueError, before hours of work, if no file could be written there. `what` names the
+    folder in the error."""
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
+        other = " (--results names another one)" if what == "results" else ""
         raise ValueError(
-            f"results: got {there}, allowed: a folder in which files can be written (--results names "
-            "another one)"
+            f"{what}: got {there}, allowed: a folder in which files can be written{other}"
         )

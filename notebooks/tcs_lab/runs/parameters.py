@@ -74,14 +74,12 @@ def check_parameter(key: str, value: Any) -> Any:
 def params_file(key: str, value: Any) -> Path:
     """The file under params/ that a notebook's parameter names: a `table` by its number, a profile
     by its name. ValueError names the parameter, what was given, and which files there are."""
-    value = to_python(value)
-    path = ROOT / "params" / f"{'table' if key.startswith('table') else ''}{value}.yaml"
-    known = sorted(_named_files("table" if key.startswith("table") else "profile"))
+    value, prefix = to_python(value), "table" if key.startswith("table") else ""
+    known = sorted(_named_files(prefix or "profile"))
     if type(value) not in (str, int) or str(value) not in known:
-        pattern = path.name.replace(str(value), "…")
-        allowed = f"{', '.join(known)}, because there are files params/{pattern} of these"
+        allowed = f"{', '.join(known)}, because there are files params/{prefix}….yaml of these"
         raise ValueError(f"{key}: got {format_value(value)}, allowed: {allowed}")
-    return path
+    return ROOT / "params" / f"{prefix}{value}.yaml"
 
 
 def profile_params(key: str, name: Any, given: dict[str, Any]) -> dict[str, Any]:

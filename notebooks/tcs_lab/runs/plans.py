@@ -89,6 +89,13 @@ class Entry(BaseModel, extra="allow"):
 
     minutes: PositiveNumber | None = None
 
+    @model_validator(mode="after")
+    def _has_no_seeds(self) -> Entry:
+        if "seeds" in self.changes:
+            got = format_value(self.changes["seeds"])
+            raise ValueError(f"seeds: got {got}, allowed: none here, but in the stage")
+        return self
+
     @property
     def changes(self) -> dict[str, Any]:
         return self.model_extra or {}
@@ -258,16 +265,30 @@ def plan_jobs(
     records in `results` decide which rate is tried next and with which rate a scheme is scored.
     Raises ValueError naming the file, the key and what is allowed.
     """
-    planning = _read_planning(path, changes, results)
-    return {stage.stage: list(stage.plan_jobs(planning)) for stage in planning.plan.stages}
+    return _of_each_stage(path, changes, results, lambda stage, planning: stage.plan_jobs(planning))
 
 
 def jobs_to_follow(
     path: str | Path, changes: Mapping[str, Any] | None = None, results: str | Path | None = None
 ) -> dict[str, list[Job]]:
     """Name stand-ins for the jobs of each stage that `plan_jobs` cannot name yet; see `Stage`."""
+    return _of_each_stage(
+        path, changes, results, lambda stage, planning: stage.jobs_to_follow(planning)
+    )
+
+
+def _of_each_stage(
+    path: str | Path, changes: Mapping[str, Any] | None, results: str | Path | None,
+    name: Callable[[Stage, Planning], Sequence[Job]],
+) -> dict[str, list[Job]]:  # fmt: skip
     planning = _read_planning(path, changes, results)
-    return {stage.stage: list(stage.jobs_to_follow(planning)) for stage in planning.plan.stages}
+    jobs = {}
+    for stage in planning.plan.stages:
+        try:
+            jobs[stage.stage] = list(name(stage, planning))
+        except ValueError as error:
+            raise ValueError(f"{path}: stage {stage.stage}: {error}") from error
+    return jobs
 
 
 def plan_runs(
@@ -400,19 +421,18 @@ def _tuned_runs(searches: list[Search], seeds: list[int]) -> list[Run]:
     those that are scored, seed by seed."""
     tried = {search.scheme: list(search.tried()) for search in searches}
     runs = []
-    for factor in dict.fromkeys(f for s in searches for f in [*s.tuning.factors, *s.tuning.grid]):
+    tuning = searches[0].tuning  # all of them have the same
+    for factor in dict.fromkeys([*tuning.factors, *tuning.grid]):
         runs += [s.config(factor, s.tuning.seed) for s in searches if factor in tried[s.scheme]]
     chosen = [(search, search.chosen) for search in searches]
     runs += [s.config(best, seed) for seed in seeds for s, best in chosen if best is not None]
     return [Run(config) for config in runs]
 
 
-def find_searches(
-    path: str | Path, changes: Mapping[str, Any] | None = None, results: str | Path | None = None
-) -> dict[str, list[Search]]:
-    """Find the searches of each tuned stage of a plan, scheme by scheme; see `plan_jobs` for the
-    arguments."""
-    planning = _read_planning(path, changes, results)
+def find_searches(path: str | Path, results: str | Path | None = None) -> dict[str, list[Search]]:
+    """Find the searches of each tuned stage of a plan, scheme by scheme, by the records in
+    `results`."""
+    planning = _read_planning(path, None, results)
     stages = [stage for stage in planning.plan.stages if isinstance(stage, TrainingStage)]
     return {stage.stage: stage.searches(planning) for stage in stages if stage.tune}
 

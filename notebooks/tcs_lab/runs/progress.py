@@ -79,7 +79,7 @@ class Progress:
 Item = TypeVar("Item")
 
 
-def follow(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
+def follow(items: Iterable[Item], what: str) -> Iterator[Item]:
     """Give the items, one by one, and show in a line how many of them are done: "rounds |##  | 3/9".
 
     For loops of more than five seconds in a notebook or on a terminal. The line is gone at the end,
@@ -88,7 +88,7 @@ def follow(items: Iterable[Item], what: str, total: int | None = None) -> Iterat
     """
     line = _NotebookLine() if _in_notebook() else None
     bar = tqdm(
-        items, what, total=total, leave=False, disable=not (line or sys.stderr.isatty()),
+        items, what, leave=False, disable=not (line or sys.stderr.isatty()),
         file=line or sys.stderr, mininterval=1.0, delay=2.0, ascii=False, ncols=80,
         bar_format="{desc} |{bar:24}| {n_fmt}/{total_fmt}, {remaining} left",
     )  # fmt: skip

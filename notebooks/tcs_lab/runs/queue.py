@@ -29,7 +29,7 @@ def run_queue(
 ) -> list[Record]:  # fmt: skip
     """Make the jobs that `planned()` names, in their order, and return all their records.
 
-    `planned` is called again after every job, because records decide what a tuned stage needs next.
+    `planned` is called again after every new record, because records decide what a tuned stage needs next.
     With several `jobs`, so many are made at a time by worker processes, each with its share of the
     threads; a job that cannot travel to another process is made here after the others. Processes
     that were started apart may share one queue, too: a job that another process is making is left
@@ -47,7 +47,8 @@ def run_queue(
             while missing:
                 bar.add(missing)
                 work(missing)
-                wanted = list(planned())
+                if len(missing_jobs(missing, results)) < len(missing):
+                    wanted = list(planned())  # a new record may decide which jobs come next
                 missing = missing_jobs(wanted, results)
     return read_jobs({job.path(results): job for job in wanted}.values(), results)
 

@@ -177,7 +177,7 @@ def describe_provenance(records: Iterable[dict[str, Any]]) -> str:
     """Say what records were made with, for the foot of a notebook that reads them."""
     made = [record["provenance"] for record in records]
     torches, data = (", ".join(sorted({one[key] for one in made})) for key in ("torch", "dataset"))
-    commits = sorted({str(one.get("commit"))[:7] for one in made})
+    commits = sorted({(one.get("commit") or "unknown")[:7] for one in made})
     named = f"commit {', '.join(commits)}" if 0 < len(commits) < 4 else f"{len(commits)} commits"
     return (
         f"The {len(made)} records were made with {named}, torch {torches or '–'} and {data or '–'}."

@@ -124,8 +124,8 @@ class Run(Job):
     def read_all(
         cls, jobs: Sequence[Run], results: str | Path | None = None, closely: bool = False
     ) -> list[Record]:
-        """Read the records of runs, which must all be of the same data; if `closely`, of the data that
-        is given now, too, which is loaded once for each way of cutting its images."""
+        """Read the records of runs, which must all be of the same data. If `closely`, compare them with
+        the data that is given now, too; it is loaded once for each way of cutting its images."""
         seen, records = set[tuple](), []
         for job in jobs:
             record = job.read(results)
@@ -186,7 +186,8 @@ def _train(config: RunConfig, data: Data, on_epoch: Tell) -> Record:
     git_state()  # now: the code may be edited while this runs
     training = Training(config, data)
     rows, ways = load_checkpoint(config, training)
-    ways += [way for way in [rounding(config)] if way not in ways]
+    if (way := rounding(config)) not in ways:
+        ways.append(way)
     reason, pace = None, Pace()
     for epoch in range(len(rows), config.epochs):
         start = time.perf_counter()
@@ -273,7 +274,7 @@ def run_all(
     wanted = [one if isinstance(one, Run) else Run(one) for one in configs]
     once = list({run.path(results): run for run in wanted}.values())
     if jobs > 1:
-        # the longest first, as most rounds are: else a core waits at the end
+        # those with the most rounds take longest and come first; otherwise a core waits at the end
         once.sort(
             key=lambda run: (not run.config.scheme.centralized, run.config.scheme.local_steps)
         )

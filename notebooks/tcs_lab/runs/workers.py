@@ -87,7 +87,7 @@ def start_job(job: Job, results: str | Path | None, told: Path) -> Any:
 
 def stop_processes(processes: Sequence[Any]) -> list[Any]:
     """Tell processes to end, as SIGTERM does, and kill those that do not. Returns those that were
-    still alive."""
+    alive when they were told."""
     alive = [process for process in processes if process.is_alive()]
     for process in alive:
         process.terminate()

@@ -22,9 +22,8 @@ class LowRank:
 
     def __init__(self, rank: int):
         self.rank = rank
-        self.factors: dict[
-            str, Tensor
-        ] = {}  # the last Q of each parameter, from which the next one starts
+        # The last Q of each parameter, from which the next one starts.
+        self.factors: dict[str, Tensor] = {}
 
     def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], None]:
         matrix = tensor.reshape(len(tensor), -1)
@@ -33,7 +32,7 @@ class LowRank:
             return [tensor], None
         start = self.factors.get(name)
         if start is None or not start.any():
-            start = torch.randn(matrix.shape[1], rank)
+            start = torch.randn(matrix.shape[1], rank, dtype=matrix.dtype)
         left, _ = torch.linalg.qr(matrix @ start)
         right = matrix.T @ left
         self.factors[name] = right

@@ -1,7 +1,7 @@
 """Packing: values as bytes, for messages of a method and for its state in a checkpoint.
 
 Only plain values are packed: None, numbers, text, bytes, tuples, lists, dictionaries, sets, torch.Size,
-torch.dtype, tensors and numpy's arrays. Nothing is pickled, so that bytes from a stranger
+torch.dtype, torch.Generator, tensors and numpy's arrays. Nothing is pickled, so that bytes from a stranger
 cannot run code.
 """
 

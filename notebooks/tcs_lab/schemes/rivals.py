@@ -17,7 +17,7 @@ Without a suffix, STC, EF21 and DGC keep 1 % of the entries, as TCS and top-K do
 keeps 1/400; this is "STC-K4" here.) The suffixes of the core can be added where they make sense. This
 module registers two more quantizers: -S<q> rounds at random, and -R<q> rounds to the nearest of evenly
 spaced values. None of the methods begins with dense rounds, because none of their papers does. DGC begins
-with an epoch in which it sends a quarter of all entries.
+with an epoch in which it sends 25 times its usual entries, which is a quarter of all.
 
 EF21 and DGC store more than errors, so they have a client or a server class of their own. The messages of
 EF21 are counted and do not become bytes. Records are named by the fields of a scheme alone. So if you

@@ -8,8 +8,9 @@
 
 GRACE and other benchmarks have methods in this form. Each client has an instance of its own, and the
 server has a twin of each, made in the same way, which sees nothing but what was sent: tensors and
-context become bytes, and it reads them from these bytes. So a method whose two sides share anything
-else does not work here.
+context become bytes, and it reads them from these bytes. So a method must not share anything else, such
+as a variable of its module or of its class, between the two sides. (`tcs compare` refuses attributes of a
+class that change; variables of a module it does not see.)
 
 If `compress` returns None as the context, `decompress` gets the `Context` that both sides know: name,
 shape, dtype. Otherwise it gets what `compress` returned, which is sent and counted. A part of it that
@@ -27,7 +28,8 @@ Attributes of the class that the adapter looks at, all of them optional:
     error_feedback = True    what the server did not get is added to the client's next difference
     densities = (0.01, ...)  numbers, one for each density; the class is usually made with the first
     dense_warmup = True      training begins with one dense epoch, as that of TCS does
-    downlink = True          the server's update is compressed, too, by another instance
+    downlink = True          the server's update is compressed, too, by another instance; without it, the
+                             server sends every entry in 32 bits, and these bytes are counted
 """
 
 from __future__ import annotations
@@ -51,9 +53,9 @@ from tcs_core import (
     SERVER,
     BlockCode,
     Client,
+    Dense,
     InFlight,
     Known,
-    MaskRule,
     Message,
     NotFiniteError,
     Scheme,
@@ -78,18 +80,12 @@ _LARGE = 1e6  # a difference with larger entries means that the training diverge
 _LARGEST_HALF = 65_504  # of float16, in which a larger entry or norm becomes infinity
 
 
-class TensorRule(MaskRule):
+class TensorRule(Dense):
     """A rule by which everything is sent: of each parameter, the tensors that a method makes of it."""
 
     make: Callable[[], Any]  # an instance of the method
     compresses_downlink = False
     model: Any = None  # a `tcs_core.FlatView` of the trained model, once it is set
-
-    def shared_mask(self) -> Tensor:
-        return torch.arange(self.dimension, device=self.device)
-
-    def own_count(self, shared: int) -> int:
-        return 0
 
     def set_model(self, flat: Any) -> None:
         """Set the model, which has the names and shapes of the parameters.
@@ -358,8 +354,8 @@ def _check_tensor(tensor: Any, context: Context) -> Tensor:
 # A scheme of a class ───────────────────────────────────────────────────────────────────────────────
 
 
-def register_tensors(kind: type, name: str, **identity: Any) -> str:
-    """Register schemes for a class with `compress` and `decompress`. Return the name of the first.
+def register_tensors(kind: type, name: str, **identity: Any) -> None:
+    """Register schemes for a class with `compress` and `decompress`.
 
     There is one for each density: `name` for the first, and name-<density> for the others. `identity`
     becomes attributes of the rule, on which the digests of its runs depend.
@@ -390,7 +386,6 @@ def register_tensors(kind: type, name: str, **identity: Any) -> str:
             dense_warmup=bool(getattr(kind, "dense_warmup", False)),
         )(rule)  # fmt: skip
         Side(rule(Scheme.named(one), [1]), "trial")  # can it be made?
-    return name
 
 
 def _instance(kind: type, arguments: tuple[Any, ...]) -> Any:
@@ -445,8 +440,7 @@ class TensorDownlink(Client):
     instances at the clients that decode its messages are all alike, so that one stands for them."""
 
     def __init__(self, known: Known):
-        errors_D = torch.zeros(known.dimension) if known.scheme.keeps_errors else None
-        super().__init__(known, 0, errors_D)
+        super().__init__(known)
         self.number = SERVER
         rule = cast(TensorRule, known.rule)
         self.side, self.twin = Side(rule, "server"), Side(rule, "clients")

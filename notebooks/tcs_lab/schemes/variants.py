@@ -8,7 +8,7 @@
     -M<q>       values of q bits by Lloyd's and Max's quantizer
     -D<q>       a compressed downlink, with errors at the server
     -NW -W<n>   no warm-up; a sparse warm-up with masks n times as large
-    + ++        shorter codes (shorter_codes.py); + with -D2 and (but for -W) -NW
+    + ++        a shorter code (shorter_codes.py); ++ that with -D2, and with -NW unless there is -W
 
 All of it is registered with the same functions of the core that users have.
 """

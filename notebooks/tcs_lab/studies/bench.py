@@ -35,6 +35,7 @@ from tcs_lab.runs.progress import Progress
 from tcs_lab.runs.records import (
     RECORD_VERSION,
     Record,
+    git_state,
     provenance,
     results_folder,
     rounding,
@@ -101,7 +102,7 @@ def _bench_federation(
 ) -> Training:
     """Make a federation of ten clients whose first, dense round has been played.
 
-    Clients have samples for eight rounds of a small batch or one of a large batch (more on a GPU).
+    Clients have samples for up to eight rounds, but for fewer if the batch is large.
     The differences of the first round are kept. `settings` are further fields of the RunConfig.
     """
     parsed = Scheme.named(scheme)
@@ -297,7 +298,6 @@ def _make_drifting_deltas(
 def bench_step(bench: Bench, dimension: int, clients: int, textbook: bool = True) -> None:
     """Measure `Compressor.step` of TCS for all clients, beside a textbook version and a plain copy."""
     device, scheme = bench.torch_device, Scheme.named("TCS")
-    before = memory_in_use(device)
     deltas_ND, change = _make_drifting_deltas(dimension, clients, device)
     compressor = Compressor(scheme, [dimension], clients, device)
     update_D = compressor.step(deltas_ND)
@@ -308,18 +308,9 @@ def bench_step(bench: Bench, dimension: int, clients: int, textbook: bool = True
         ks = compressor.rule.k_global, compressor.rule.k_local
         works["textbook"] = lambda: _textbook_round(deltas_ND, errors, mask_D, *ks)
         works["copy of one row"] = lambda: errors[0].copy_(deltas_ND[0])
-    reset_peak_memory(device)
-    numbers = {"dimension": dimension, "clients": clients}
     part = "step" if textbook else "growth"
-    bench.measure(part, f"D {dimension:,}, N {clients}", works, **numbers)
-    allowed = (2 * clients + 8) * 4 * dimension
-    peak = peak_memory(device)
-    if not textbook and before is not None and peak is not None:
-        used = peak - before
-        bench.rows.append(
-            {"part": "memory", "case": f"D {dimension:,}, N {clients}", "work": "step",
-             "bytes": used, "allowed": allowed, **numbers}
-        )  # fmt: skip
+    case = f"D {dimension:,}, N {clients}"
+    bench.measure(part, case, works, dimension=dimension, clients=clients)
 
 
 def memory_in_use(device: torch.device) -> int | None:
@@ -433,12 +424,14 @@ class BenchRun(Job):
     @property
     def identity(self) -> dict[str, Any]:
         device = rounding(self.config)["device"]
-        return {"device": device, "precision": self.precision, "parts": list(self.parts)}
+        threads = {} if self.threads is None else {"threads": self.threads}
+        return {"device": device, "precision": self.precision, "parts": list(self.parts)} | threads
 
     @property
     def name(self) -> str:
         device = re.sub(r"\W+", "-", self.identity["device"]).strip("-")
-        return f"{device}-{self.precision}-{'-'.join(self.parts)}"
+        threads = "" if self.threads is None else f"-{self.threads}-threads"
+        return f"{device}-{self.precision}-{'-'.join(self.parts)}{threads}"
 
     @property
     def length(self) -> int:  # type: ignore[override]
@@ -448,6 +441,7 @@ class BenchRun(Job):
         return results_folder("bench", results) / f"{self.name}.json"
 
     def make(self, tell: Tell = None) -> Record:
+        git_state()  # read now, since the code may be edited during the measurements
         bench = Bench(self.repeat, self.device, self.precision)
         cases = [case for part in self.parts for case in BENCHES[part]]
         with set_arithmetic(self.threads):
@@ -460,7 +454,7 @@ class BenchRun(Job):
         return {"version": RECORD_VERSION, "rows": bench.rows, "provenance": made}
 
     def check(self, record: Record, path: Path) -> None:
-        """Accept any record: its name has all that it depends on."""
+        """Accept any record: its name has all that it depends on but the number of turns."""
 
 
 def run_benches(

@@ -25,6 +25,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, Literal
 
 import pandas as pd
@@ -39,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tcs_core import TCSState, tcs_hook
 from tcs_lab.runs.jobs import Job, Tell
 from tcs_lab.runs.plans import Planning, Stage, plan_jobs
-from tcs_lab.runs.records import Record, provenance, results_folder
+from tcs_lab.runs.records import Record, git_state, provenance, results_folder
 from tcs_lab.studies.bench import memory_in_use, peak_memory, reset_peak_memory
 from tcs_lab.studies.optimizers import HookScheme, PowerSGDScheme, measure_loss
 from tcs_lab.studies.power_sgd import count_entries
@@ -242,7 +243,7 @@ def _measure(exchange: str, net: Net, links: list[float | None]) -> list[dict[st
         times = sorted(step() for _ in range(max(1, min(most, int(SECONDS / max(wire, 0.1))))))
         rows.append(
             {"way": exchange, "ranks": ranks, **net.fields, "mbit": mbit,
-             "seconds": times[len(times) // 2], "low": times[0], "high": times[-1], "n": len(times)}
+             "seconds": median(times), "low": times[0], "high": times[-1], "n": len(times)}
         )  # fmt: skip
     if rank == 0:
         _limit(None)
@@ -346,6 +347,9 @@ class LinkMeasurement(Job):
         return 10 * seconds
 
     def make(self, tell: Tell = None) -> Record:
+        if sys.platform != "linux":
+            raise ChildProcessError(f"{self.name}: it needs root on Linux, not {sys.platform}")
+        git_state()  # read now, since the code may be edited during the measurement
         load, began = round(os.getloadavg()[0], 1), time.perf_counter()
         rates = ["none" if mbit is None else f"{mbit:g}" for mbit in self.mbit]
         with tempfile.TemporaryDirectory() as folder:
@@ -357,7 +361,7 @@ class LinkMeasurement(Job):
             command = ["unshare", "-n", "bash", "-c", set_up]
             try:
                 run_within(self.limit, command, show=True, cwd=ROOT, OMP_NUM_THREADS="1")
-            except RuntimeError as error:
+            except (RuntimeError, FileNotFoundError) as error:
                 raise ChildProcessError(f"{self.name}: it needs root on Linux; {error}") from error
             rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         if tell:
@@ -393,8 +397,12 @@ class Links:
     """Tables and sentences about the rows of measurements."""
 
     def __init__(self, rows: list[dict[str, Any]]):
-        self.rows = rows
-        self._by_case = {_case_of(row): row for row in reversed(rows)}  # the first of equal cases
+        # Where only two steps were made, the first records have the longer one instead of the median.
+        self.rows = [
+            row | {"seconds": (row["low"] + row["high"]) / 2} if row.get("n") == 2 else row
+            for row in rows
+        ]
+        self._by_case = {_case_of(row): row for row in reversed(self.rows)}  # the first of equal cases
 
     def row(
         self, exchange: str, net: Net, ranks: int = 2, mbit: float | None = None
@@ -490,9 +498,10 @@ class Links:
         return len(ratios) - len(off), len(ratios), sum(ratio > 1 for ratio in off)
 
     def compare_bytes_over_rate(self) -> tuple[float, float, int]:
-        """Compare what a limit added to a step with the bytes divided by the rate: the smallest and the
-        largest ratio (nan if there is none), and the number of cases. Only cases count in which that takes longer than a step
-        without a limit.
+        """Compare what a limit added to a step with the bytes divided by the rate.
+
+        Returns the smallest and the largest ratio (nan if there is none), and the number of cases. Only
+        cases count in which the bytes take longer than a step without a limit.
         """
         ratios = []
         for row in self.rows:

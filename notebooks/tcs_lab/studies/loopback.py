@@ -108,7 +108,9 @@ class Loopback:
         """End a process and those that it started, which are in the same group."""
         process = self.processes.pop(name)
         for ask_by in (with_signal, signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(
+                ProcessLookupError, PermissionError
+            ):  # the group may have ended
                 os.killpg(process.pid, ask_by)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=10)

@@ -142,7 +142,9 @@ class Node(Participant):
     def save(self) -> None:
         """Write the file."""
         self.marks = [*self.marks[-7:], self.mark]
-        message = torch.frombuffer(bytearray(self.message), dtype=torch.uint8)
+        message = torch.empty(0, dtype=torch.uint8)  # frombuffer refuses to make an empty one
+        if self.message:
+            message = torch.frombuffer(bytearray(self.message), dtype=torch.uint8)
         state = {
             "run": self.run, "marks": self.marks, "theta_D": self.theta_D, "message": message,
             "known": self.known.state_dict(), "client": self.client.state_dict(),

@@ -15,7 +15,7 @@ from typing import Annotated, Any, cast
 
 import pandas as pd
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 
 from tcs_core import Client, Known, NotFiniteError, Scheme, Server, kept, layer_sizes
@@ -115,6 +115,17 @@ class HookStage(GPTSettings, Stage):
     kind: str = "studies.optimizers"
     sweep: RateSweep
     schemes: dict[str, HookScheme | None]
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> HookStage:
+        if missing := set(self.optimizers) - set(self.sweep.rates):
+            raise ValueError(
+                f"sweep: rates: got none for {min(missing)}, allowed: a list for each optimizer"
+            )
+        for name in (scheme for schemes in self.corrected.values() for scheme in schemes):
+            if self.schemes.get(name) is None:
+                raise ValueError(f"corrected: got {name}, allowed: a scheme that is not dense")
+        return self
 
     def plan_jobs(self, planning: Planning) -> list[HookTraining]:
         tried = self._try_all(planning)
@@ -339,10 +350,9 @@ def make_averager(
 
 def make_model(stage: GPTSettings, seed: int) -> nn.Module:
     """Make the GPT with its first weights."""
-    with torch.random.fork_rng():
-        torch.manual_seed(
-            int(torch.randint(2**31, (), generator=generator_for(seed, _FIRST_WEIGHTS)))
-        )
+    with torch.random.fork_rng(devices=[]):
+        first = torch.randint(2**31, (), generator=generator_for(seed, _FIRST_WEIGHTS))
+        torch.default_generator.manual_seed(int(first))
         return GPT(load_text().classes, stage.width, stage.context)
 
 

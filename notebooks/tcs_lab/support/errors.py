@@ -71,7 +71,8 @@ def validate(kind: Any, given: Any, source: object, strict: bool | None = None) 
         return TypeAdapter(kind).validate_python(given, strict=strict)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-    place = "".join(f"{_step(step)}: " for step in first["loc"])
+    steps = first["loc"][:-1] if first["type"] == "invalid_key" else first["loc"]
+    place = "".join(f"{_step(step)}: " for step in steps)
     if first["type"] == "value_error":  # it comes from a validator that names the value itself
         raise ValueError(f"{source}: {place}{first['ctx']['error']}")
     raise ValueError(f"{source}: {place}got {format_value(first['input'])}; {first['msg']}")

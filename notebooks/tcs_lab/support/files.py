@@ -30,7 +30,8 @@ def cache_folder() -> Path:
             f"the cache folder: got none ({error}); set $TCS_CACHE to a folder"
         ) from error
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"${name}: got {folder}, which is a file, allowed: a folder")
+        what = f"${name}" if name else "the cache folder"
+        raise ValueError(f"{what}: got {folder}, which is a file, allowed: a folder")
     return folder if name == "TCS_CACHE" else folder / "tcs-core"
 
 

@@ -97,7 +97,7 @@ class Estimate:
     n: int = 0
     seeds: float = math.nan  # variance that comes from seeds
     images: float = math.nan  # and from images; nan where outcomes were not kept
-    residual_freedom: float = 0  # a whole number, but for a difference of two estimates
+    residual_freedom: float = 0  # a whole number, except for a difference of two estimates
     confidence: float = 0.95
     bootstrap: float = math.nan  # half-width
 
@@ -232,8 +232,8 @@ def bootstrap_half(
     """Half the width of the interval by the bootstrap: of the middle `confidence` of DRAWS differences, for
     which residuals are drawn from all runs and images from all images. nan without degrees of freedom.
 
-    It is a little wider than Student's interval, because images also carry a run's own share of
-    chance, which is in the residuals already.
+    It is a little wider than Student's interval: the images that are drawn also carry each run's own
+    chance, which the residuals contain already.
     """
     if not fit.freedom:
         return math.nan

@@ -53,12 +53,10 @@ _DRAWN = {
     "DGC": (WINE, "p", "-."),
     "EF-signSGD-D1": (ORANGE, ">", ":"),
     "CocktailSGD": (BROWN, "h", "-"),
-    "GlueFL": (INDIGO, "D", "-"),
-    "PowerSGD": (ORANGE, "h", "-."),
 }
 
 # Names that notebooks give to some of them.
-_ALSO = {"everything sent": "FedAvg", "dense (FedAvg)": "FedAvg", "plain": "Baseline"}
+_ALSO = {"everything sent": "FedAvg", "dense (FedAvg)": "FedAvg"}
 _DRAWN |= {name: _DRAWN[scheme] for name, scheme in _ALSO.items()}
 
 CONTRAST = 4.5  # the least contrast of text on white that WCAG 2 asks for

@@ -57,7 +57,8 @@ def bits_per_parameter(record: dict[str, Any]) -> dict[str, float]:
 
 
 def count_sends(record: Record) -> int:
-    """Count how often an entry is sent on average: the rounds, times the share of the shared mask."""
+    """Count how often an entry is sent on average by a scheme with a shared mask: the rounds, times the
+    share of this mask."""
     rounds = sum(row["rounds"] for row in record["rows"])
     return round(rounds * record["config"]["scheme"]["phi_global"])
 

@@ -17,7 +17,7 @@ from tcs_lab.support.errors import validate
 from tcs_lab.support.files import write_json
 from tcs_lab.support.paths import ROOT
 
-# The one vocabulary of verdicts; `evidence.claims` adds one word for what is counted.
+# The one vocabulary of verdicts; `evidence.judging` adds one word for what is counted.
 SUPPORTED, CONTRADICTED, OPEN, NOT_MEASURED = WORDS = (
     "supported",
     "contradicted",

@@ -65,16 +65,17 @@ def draw_round() -> Any:
 
 
 def _play_round() -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]], Tensor]:
-    """Play two rounds. Return the first one's update (D,), and of the second one the shared mask, what
-    each client meant to send and its own positions, and the update."""
+    """Play three rounds: a dense one, one that sets the mask, and the one that is drawn. Return the second
+    one's update (D,), and of the third one the shared mask, what each client meant to send and its own
+    positions, and the update."""
     generator = torch.Generator().manual_seed(_SEED)
     common_D = torch.randn(_ENTRIES, generator=generator) ** 3
     scheme = Scheme.named("TCS", phi_global=5 / _ENTRIES, phi_local=2 / _ENTRIES)
     known = Known(scheme, [_ENTRIES])
     clients, server = [Client(known, n) for n in range(_CLIENTS)], Server(known)
-    seen, update_D, before_D = list[tuple[Tensor, Tensor]](), common_D, common_D
+    update_D = common_D
     for _ in range(3):
-        seen, before_D = [], update_D
+        seen, before_D = list[tuple[Tensor, Tensor]](), update_D
         known.begin()
         shared_K = known.shared_K.clone()
         for client in clients:

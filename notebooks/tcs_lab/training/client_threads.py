@@ -58,7 +58,8 @@ def copy_trainer(trainer: LocalTrainer) -> LocalTrainer:
 
 
 class ClientThreads(LocalTrainer):
-    """Train clients on as many threads as torch has when this object is made.
+    """Train clients on as many threads as torch has when this object is made. Clients cannot have
+    optimizers.
 
     The thread that plays the round fetches all batches, and compresses the differences in the clients'
     order, so that rules, links and feeds need not know of threads. Nothing depends on which client is
@@ -70,6 +71,10 @@ class ClientThreads(LocalTrainer):
 
     def __init__(self, *settings: Any, **more: Any):
         super().__init__(*settings, **more)
+        if self.local_optimizer is not None:
+            raise ValueError(
+                "local_optimizer: got one, allowed: none with ClientThreads; use LocalTrainer"
+            )
         threads = torch.get_num_threads()
         trainers = [copy_trainer(self) for _ in range(threads + 1)]  # one may wait to be compressed
         # the very first pass runs alone, since it may be compiled

@@ -25,6 +25,8 @@ MOST_PIXELS = 131_072
 # Channels x samples x characters. It is 2.3 times as fast at 64 x 2 x 32, and 2.0 times at 96 x 2 x 32.
 MOST_CHARACTERS = 8192
 
+_MOMENTUM = 0.1  # of batch norms' running statistics: PyTorch's default
+
 # From the model of all clients (D,), or a model of each (N, D), and a batch of each client, passes give
 # gradients (N, D), losses (N,), and the means and variances of the batch norms (N, S).
 Passes = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, Tensor, Tensor]]
@@ -32,7 +34,8 @@ Passes = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, Tensor, Tensor]]
 
 def uses_side_by_side(config: RunConfig) -> bool:
     """Return whether clients train side by side: as configured, or else by the sizes of net, batch and
-    images (never by a timing, since records must be repeatable). Threads and compiled passes take one
+    images (never by a timing, since records must be repeatable). Without `image_size`, images count as
+    32 x 32. Threads and compiled passes take one
     client at a time."""
     if config.client_threads or config.compiled or config.client_count == 1:
         return False
@@ -68,6 +71,9 @@ class GroupedPasses:
         self.corrections: dict[tuple[int, ...], tuple[Tensor, ...]] = {}  # by these counts
         for module in self.net.modules():
             if isinstance(module, nn.BatchNorm2d):
+                if module.momentum != _MOMENTUM:
+                    got = f"got the momentum {module.momentum} of a batch norm"
+                    raise ValueError(f"model: {got}, allowed with SideBySide: {_MOMENTUM}")
                 vars(module)["forward"] = self._norm(module)
             elif isinstance(module, nn.Linear):
                 vars(module)["forward"] = self._linear(module)
@@ -231,7 +237,7 @@ class SideBySide(LocalTrainer):
             gradients_ND = gradients_ND.add_(theta, alpha=decay)
             sums_ND = sums_ND.add_(gradients_ND) if tau else gradients_ND
             self.losses_N[rows] += losses_N
-            self.statistics_NS[rows] = self.statistics_NS[rows].lerp(seen_NS, 0.1)
+            self.statistics_NS[rows] = self.statistics_NS[rows].lerp(seen_NS, _MOMENTUM)
             if tau + 1 < self.scheme.local_steps:
                 theta = self.theta_D - eta * sums_ND  # line 6
         return sums_ND

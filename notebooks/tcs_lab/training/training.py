@@ -169,7 +169,7 @@ class Training:
             else ImageFeed.of(config, data)
         )
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(generator_for(config.seed, _INIT).initial_seed())
+            torch.default_generator.manual_seed(generator_for(config.seed, _INIT).initial_seed())
             model = make_run_model(config, data.classes)
         if link is None:
             link = Link(unchanged, config.bad_message) if config.wire else Link()
