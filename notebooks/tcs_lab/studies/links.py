@@ -402,7 +402,8 @@ class Links:
             row | {"seconds": (row["low"] + row["high"]) / 2} if row.get("n") == 2 else row
             for row in rows
         ]
-        self._by_case = {_case_of(row): row for row in reversed(self.rows)}  # the first of equal cases
+        # The first of equal cases.
+        self._by_case = {_case_of(row): row for row in reversed(self.rows)}
 
     def row(
         self, exchange: str, net: Net, ranks: int = 2, mbit: float | None = None
