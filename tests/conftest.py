@@ -57,7 +57,7 @@ def patient(start, attempts: int = 3):
 
 LONG = [
     "04_", "10_", "03_", "05_", "02_", "test_resume", "test_many_runs", "test_determinism", "01_",
-    "12_", "11_", "00_", "test_command_line",
+    "12_", "11_", "00_", "15_", "16_", "test_compare", "test_command_line",
 ]  # fmt: skip
 
 

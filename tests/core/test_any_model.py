@@ -190,11 +190,6 @@ def test_a_loader_that_leaves_out_its_only_batch_names_the_option():
         tcs.Federation(mlp(), [loader], "TCS", 0.1, loss=mse).round()
 
 
-def test_no_clients_at_all():
-    with pytest.raises(ValueError, match="client"):
-        tcs.Federation(mlp(), [], "TCS", 0.1, loss=mse).round()
-
-
 def test_data_that_can_be_gone_through_once_only_ends_with_a_word():
     made = tcs.Federation(mlp(), [iter(batches(2, 0))], "TCS", 0.1, loss=mse)
     made.round(), made.round()
@@ -220,20 +215,6 @@ def test_a_loss_that_is_not_a_number_names_the_client(scheme):
         made.round()
     assert raised.value.client == 1 and made.t == good + 1  # the feed goes on, too
     assert torch.equal(made.theta_D, before)
-
-
-@pytest.mark.parametrize("scheme", ["TCS-Q5-L2", "TCS-Momentum", "top-K"])
-def test_a_restored_federation_goes_on_the_same(scheme):
-    """Its feed too, in the middle of its passes."""
-    one, two = federation(scheme, norm=True), federation(scheme, norm=True)
-    for _ in range(31):
-        one.round()
-    two.load_state_dict(one.state_dict())
-    assert two.t == 31
-    for _ in range(3):
-        assert torch.equal(one.round(), two.round())
-    assert torch.equal(one.theta_D, two.theta_D)
-    assert torch.equal(one.statistics_NS, two.statistics_NS)
 
 
 def with_buffers():

@@ -79,3 +79,32 @@ def test_downlink_counts_the_union_of_the_clients_masks():
     compressor.step(deltas)
     assert compressor.bits_down == 32 * 4 + shortest(torch.tensor([4, 7]), 10)
     assert compressor.bits_up == 32 * 3 + shortest(torch.tensor([4]), 10)
+
+
+def test_bytes_of_messages_of_different_lengths_are_those_on_the_channel(monkeypatch):
+    """2, 7 and 1 entries of 100: 80, 265 and 41 bits."""
+
+    class Large(tcs.TopK):
+        def own_count(self, shared):
+            return None
+
+        def own_mask(self, intended_D, shared_D, k):
+            return intended_D > 1
+
+    monkeypatch.setitem(tcs.RULES, "large", Large)
+    scheme = tcs.Scheme("large", rule="large", phi_global=None, phi_local=0.1)
+    sizes = dict[int, list[int]]()
+
+    def channel(sender, data):
+        sizes.setdefault(sender, []).append(len(data))
+        return data
+
+    compressor = tcs.Compressor(scheme, [100], 3, link=tcs.Link(channel))
+    deltas_ND = torch.zeros(3, 100)
+    for delta_D, places in zip(deltas_ND, ([3, 50], range(20, 27), [99]), strict=True):
+        delta_D[list(places)] = 2.0
+    compressor.step(deltas_ND)
+    (down,) = sizes.pop(tcs.SERVER)
+    assert compressor.bytes_up == sum(size for (size,) in sizes.values())
+    assert compressor.bytes_down == down and len({size for (size,) in sizes.values()}) == 3
+    assert compressor.bits_up == -(-(80 + 265 + 41) // 3)

@@ -398,8 +398,8 @@ def test_weight_decay_of_clients_and_of_the_server_at_once_is_refused(decay):
 # Seeds ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("seed", [0, 1, 77])
-def test_the_order_of_a_pass_is_not_what_a_client_draws_in_the_round_of_its_number(seed):
+def drawn_with(seed):
+    """The numbers that a feed's passes and a client's steps draw, as two sets."""
     drawn = []
 
     class Source:
@@ -414,6 +414,10 @@ def test_the_order_of_a_pass_is_not_what_a_client_draws_in_the_round_of_its_numb
     made = tcs.Federation(net(), [Source(), Source()], "FedAvg", 0.1, loss=loss, seed=seed)
     for _ in range(5):
         made.round()
-    passes = {tuple(numbers) for kind, numbers in drawn if kind == "pass"}
-    rounds = {tuple(numbers) for kind, numbers in drawn if kind == "round"}
-    assert len(passes) == len(rounds) == 10 and passes.isdisjoint(rounds)
+    return [{tuple(numbers) for kind, numbers in drawn if kind == of} for of in ("pass", "round")]
+
+
+def test_passes_rounds_and_seeds_draw_different_numbers():
+    sets = [numbers for seed in (0, 1, 77) for numbers in drawn_with(seed)]
+    assert [len(numbers) for numbers in sets] == [10] * 6
+    assert len(set().union(*sets)) == 60

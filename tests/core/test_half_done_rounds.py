@@ -138,7 +138,7 @@ def continues(made, t):
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError, SystemExit])
-@pytest.mark.parametrize("where", [5, 40, 90, 140])
+@pytest.mark.parametrize("where", [40, 90, 140, 400])
 def test_other_errors_inside_the_core_end_a_round_like_ctrl_c(error, where):
     made = made_of("TCS-Q5", tcs.Link())
     for deltas_ND in deltas_like_training(2, 3, SIZES):
@@ -146,8 +146,7 @@ def test_other_errors_inside_the_core_end_a_round_like_ctrl_c(error, where):
     before = shared(made)
     with pytest.raises(error) as raised, InterruptsBefore(where, error):
         made.round(lambda n: torch.ones(40), [0, 1, 2])
-    if getattr(raised.value, "__notes__", []):
-        nobody_was_heard(made, before, raised.value, 2)
+    nobody_was_heard(made, before, raised.value, 2)
 
 
 class Half(tcs.TCS):

@@ -374,26 +374,25 @@ def compiled(kind):
 
 
 def across_compilation(ranks, folder, kinds):
-    """Whether each kind's state goes on with the same gradients in the model of each kind."""
+    """Whether the state of a model of one kind goes on with the same gradients in one of another."""
     found = []
-    for saver in kinds:
-        for loader in kinds:
-            one, other = (
-                Recorded({"start_iter": 1} | SHARES, compiled(kind), named=True)
-                for kind in (saver, loader)
-            )
-            one.step(0)
-            one.step(1)
-            other.state.load_state_dict(one.state.state_dict())
-            pairs = zip(one.step(2), other.step(2), strict=True)
-            found.append(all(torch.equal(mine, its) for mine, its in pairs))
+    for saver, loader in kinds:
+        one, other = (
+            Recorded({"start_iter": 1} | SHARES, compiled(kind), named=True)
+            for kind in (saver, loader)
+        )
+        one.step(0)
+        one.step(1)
+        other.state.load_state_dict(one.state.state_dict())
+        pairs = zip(one.step(2), other.step(2), strict=True)
+        found.append(all(torch.equal(mine, its) for mine, its in pairs))
     return found
 
 
 def test_a_state_goes_from_a_compiled_model_into_a_plain_one_and_back(tmp_path):
-    kinds = ["none", "the whole", "a layer"]
+    kinds = [("the whole", "none"), ("none", "a layer")]
     for found in start(2, tmp_path, across_compilation, kinds):
-        assert found == [True] * 9
+        assert found == [True] * 2
 
 
 def net_of_three():

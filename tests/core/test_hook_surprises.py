@@ -456,7 +456,7 @@ def under_fsdp(ranks, folder, strategy):
     loss_of(model, 0).backward()
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_fsdp_is_refused_by_name(tmp_path, strategy):
     for said in start(2, tmp_path, under_fsdp, strategy):
         assert said.startswith("ValueError: tcs_hook: got gradients from FSDP")
@@ -478,8 +478,9 @@ def overlapped(ranks, folder, wrapper, interleaved):
     loss_of(model, 0).backward()
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("wrapper", [None, "bf16_compress_wrapper", "fp16_compress_wrapper"])
+@pytest.mark.parametrize(
+    ("wrapper", "interleaved"), [(None, False), ("bf16_compress_wrapper", True)]
+)
 def test_an_optimizer_within_the_backward_pass_is_refused_by_name(tmp_path, wrapper, interleaved):
     for said in start(2, tmp_path, overlapped, wrapper, interleaved):
         assert said.startswith("ValueError: tcs_hook: got a call from hook_with_zero_step")

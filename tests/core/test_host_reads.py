@@ -87,23 +87,6 @@ def test_a_sparse_round_reads_values_once(name, as_on_a_gpu):
         assert reads.count == 1 and not compressor.known.dense
 
 
-@pytest.mark.parametrize("name", FREE)
-def test_what_is_not_looked_at_comes_out_the_same(name, monkeypatch):
-    """Update, errors and traffic, whether the host may look or not."""
-    with_looks = tcs.Compressor(name, SIZES, 3)
-    with monkeypatch.context() as as_on_a_gpu:
-        as_on_a_gpu.setattr(tcs, "is_on_cpu", lambda tensor: False)
-        without = tcs.Compressor(name, SIZES, 3)
-    for deltas_ND in deltas_like_training(ROUNDS, 3, SIZES):
-        expected_D = with_looks.step(deltas_ND)
-        with monkeypatch.context() as as_on_a_gpu:
-            as_on_a_gpu.setattr(tcs, "is_on_cpu", lambda tensor: False)
-            update_D = without.step(deltas_ND)
-        assert torch.equal(update_D, expected_D)
-        assert torch.equal(without.errors_ND, with_looks.errors_ND)
-        assert without.traffic == with_looks.traffic
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("dense", [False, True])
 def test_what_is_not_finite_is_named_at_the_end_of_the_round_and_counts_for_nothing(

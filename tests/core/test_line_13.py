@@ -81,27 +81,7 @@ WAYS = [with_a_compressor, with_bytes, with_a_federation, with_the_hook, by_halv
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["TCS", "TCS-Q5"])
-def test_without_line_13_no_way_of_sending_balances(way, name, monkeypatch):
-    """With it, what was sent and what is left is what was meant; what it leaves alone counts twice."""
+def test_what_was_sent_and_what_is_left_is_what_was_meant(way, name, monkeypatch):
     meant_D, sent_D, left_D = way(name, monkeypatch)
     torch.testing.assert_close(sent_D + left_D, meant_D, rtol=0, atol=1e-4)
     assert left_D.any()
-    broken = []
-
-    def leaves_errors(client, received=None):
-        broken.append(client.number)
-        assert client.in_flight is not None
-        client.in_flight = None
-
-    monkeypatch.setattr(tcs.Client, "arrived", leaves_errors)
-    meant_D, sent_D, left_D = way(name, monkeypatch)
-    torch.testing.assert_close(
-        left_D, meant_D - (first_of_the_hook() if way is with_the_hook else 0)
-    )
-    assert float((sent_D + left_D - meant_D).abs().max()) > 0.1
-    assert len(broken) == (ROUNDS - 1 if way is with_the_hook else ROUNDS * CLIENTS)
-
-
-def first_of_the_hook():
-    """Its first step is DDP's own: nothing of it goes into errors."""
-    return next(deltas_like_training(ROUNDS, 1, SIZES))[0]

@@ -104,18 +104,6 @@ def test_any_type(dtype):
         assert tcs.top_k_positions(vector, 1, excluded_D).tolist() == expected
 
 
-@pytest.mark.parametrize(
-    "values", [[0.0] * 9, [1.0] * 9, [3, 1, 2, 3, 1, 2, 0, 0, 3], [3, -1, 2, -1, 1, 2, 0, -1, 3]]
-)
-def test_a_gpus_selection_breaks_ties_as_the_cpus_does(values):
-    """-1 stands for an excluded entry: the last to be taken."""
-    magnitudes = torch.tensor(values).float()
-    for k in range(1, 10):
-        assert torch.equal(
-            tcs._largest_by_topk(magnitudes[None], k)[0], tcs._largest(magnitudes, k)
-        )
-
-
 @given(VECTORS, st.data())
 def test_excluded_entries_never_enter(values, data):
     excluded = sorted(data.draw(st.sets(st.integers(0, len(values) - 1))))
@@ -123,6 +111,9 @@ def test_excluded_entries_never_enter(values, data):
     k = data.draw(st.integers(0, len(allowed)))
     found = tcs.top_k_positions(torch.tensor(values), k, excluded=torch.tensor(excluded).long())
     assert found.tolist() == reference.s_top(values, k, allowed)
+    with mock.patch.object(tcs, "is_on_cpu", lambda tensor: False):  # a GPU's
+        again = tcs.top_k_positions(torch.tensor(values), k, excluded=torch.tensor(excluded).long())
+    assert torch.equal(again, found)
 
 
 def test_mask_has_k_ones_even_if_all_entries_tie():
@@ -137,17 +128,6 @@ def test_the_vector_is_left_alone(random):
     tcs.top_k_positions(vector, 5, excluded=torch.tensor([1, 2]))
     tcs.layerwise_top_k_positions(vector, 5, [20, 30], 0.1)
     assert torch.equal(vector, before)
-
-
-@pytest.mark.parametrize("k", [-1, 11])
-def test_k_out_of_range(k):
-    with pytest.raises(ValueError, match=f"k: got {k}, allowed: 0 to 10"):
-        tcs.top_k_positions(torch.ones(10), k)
-
-
-def test_nan_is_an_error():
-    with pytest.raises(ValueError, match="NaN"):
-        tcs.top_k_mask(torch.tensor([1.0, math.nan, 2.0]), 1)
 
 
 @given(
@@ -165,11 +145,6 @@ def test_layerwise_agrees_with_the_reference(sizes, phi_min, seed, data):
     assert found.tolist() == expected
     with mock.patch.object(tcs, "is_on_cpu", lambda tensor: False):  # a GPU's
         assert torch.equal(tcs.layerwise_top_k_positions(vector, k, sizes, phi_min), found)
-
-
-def test_layer_sizes_have_to_be_those_of_the_vector():
-    with pytest.raises(ValueError, match="layer_sizes: got 5 in all, allowed: 6"):
-        tcs.layerwise_top_k_positions(torch.ones(6), 2, [2, 3], 0.1)
 
 
 def test_what_is_excluded_may_be_positions_or_a_mask():
@@ -214,12 +189,6 @@ def test_mostly_zeros_and_excluded_entries(values, data):
 def test_a_fair_mask_names_the_k_that_was_asked_for():
     with pytest.raises(ValueError, match="k: got 20, allowed: 0 to 10 "):
         tcs.layerwise_top_k_positions(torch.randn(10), 20, [5, 5], 0.2)
-
-
-def test_a_selection_leaves_out_positions_as_it_leaves_out_a_mask():
-    vector_D = torch.tensor([5.0, 1.0, -4.0, 3.0])
-    for excluded in (torch.tensor([0, 2]), torch.tensor([True, False, True, False])):
-        assert tcs.top_k_positions(vector_D, 1, excluded).tolist() == [3]
 
 
 def test_what_is_excluded_and_what_is_known_to_be_zero_are_not_given_together():

@@ -39,7 +39,9 @@ def test_bits_by_hand():
     """100 entries, 2 shared and 1 own value, 3 bits each, 4 means; one position in blocks of 64."""
     scheme = tcs.Scheme.named("TCS-Q3", phi_global=0.02, phi_local=0.02)
     wire = tcs.Wire.up(scheme, [100])
-    message = tcs.Message.of(torch.tensor([1.0, -2.0, 4.0]), torch.tensor([60]), 3)
+    message = tcs.Message.of(
+        torch.tensor([1.0, -2.0, 4.0]), torch.tensor([60]), 3, sender=3, round=7
+    )
     assert tcs.message_bits(message, wire) == 3 * 3 + 4 * 32 + (1 + 6) + 2
     encoded = tcs.encode_message(message, wire)
     assert len(encoded) == 16 + (16 + 3) + 4  # header; means, 18 bits in 3 bytes; checksum
@@ -49,6 +51,14 @@ def test_bits_by_hand():
     codes = [int(bits[i : i + 3], 2) for i in (0, 3, 6)]
     assert codes == message.codes.tolist() and codes[0] == 3 and codes[1] >= 4 and codes[2] == 0
     assert bits[9:] == "1" + f"{60:06b}" + "0" + "0" + "000000"
+    # As bytes, which no change of this version's code may alter: peers would misread them.
+    assert encoded.hex() == (
+        "03000300070000008d499213010000000000804000000000000000400000803f787c0028fce870"
+    )
+
+
+def test_the_entries_that_a_seed_draws_are_the_same_everywhere():
+    assert tcs.random_positions(5, 100, 7, 0).tolist() == [57, 60, 67, 88, 90]
 
 
 @pytest.mark.parametrize(
@@ -72,8 +82,8 @@ ATTACKED = ["TCS", "TCS-Q5", "top-K-Q5", "FedAvg"]
 @pytest.mark.parametrize("seal", [False, True], ids=["as is", "resealed"])
 @pytest.mark.parametrize("name", ATTACKED)
 def test_bytes_from_anyone_are_a_valid_message_or_a_value_error(name, seal):
-    accepted, refused = attack(name, seal, 5600)
-    assert refused > 5600 / 3 and (accepted or not seal)
+    accepted, refused = attack(name, seal, 1500)
+    assert refused > 1500 / 3 and (accepted or not seal)
 
 
 def tampered(message, **changes):

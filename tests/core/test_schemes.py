@@ -1,5 +1,7 @@
 """Schemes by name, and what their suffixes mean."""
 
+import re
+
 import pytest
 import torch
 
@@ -96,10 +98,11 @@ def test_a_source_of_the_shared_mask_of_ones_own(monkeypatch):
         tcs.Scheme.named("TCS", shared_from="last")
 
 
-@pytest.mark.parametrize("name", sorted(tcs._SUCCESSORS))
-def test_a_name_that_is_gone_says_what_has_taken_its_place(name):
-    with pytest.raises(AttributeError, match=f"^tcs_core.{name} is gone, allowed: "):
-        getattr(tcs, name)
+def test_a_name_that_is_gone_says_what_has_taken_its_place():
+    for name, successor in tcs._SUCCESSORS.items():
+        with pytest.raises(AttributeError, match=f"^tcs_core.{name} is gone, allowed: "):
+            getattr(tcs, name)
+        assert hasattr(tcs, re.match(r"\w+", successor)[0])
 
 
 @pytest.mark.parametrize("changes", [{"momentum": 0.9}, {"error_unit": "gradient"}])

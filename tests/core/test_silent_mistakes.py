@@ -228,26 +228,6 @@ def test_the_share_of_a_mask_that_is_not_there(name, key):
         tcs.Scheme.named(name, **{key: 0.1})
 
 
-@pytest.mark.parametrize("changes", [{"momentum": 0.9}, {"error_unit": "gradient"}])
-def test_what_only_a_federation_does(changes):
-    with pytest.raises(ValueError, match="needs more than compression"):
-        tcs.Known(tcs.Scheme.named("TCS", **changes), [10])
-
-
-def test_an_average_is_taken_once():
-    known = tcs.Known("FedAvg", [3])
-    server, client = tcs.Server(known), tcs.Client(known)
-    late = tcs.Client(known, 1)
-    known.begin(dense=True)
-    server.add(0, client.send(torch.ones(3)))
-    message = late.send(torch.ones(3))
-    assert server.average().tolist() == server.average().tolist() == [1.0] * 3
-    for answered in (False, True):  # the round is over only with `observe`
-        with pytest.raises(tcs.MessageError, match="round 0 has been averaged without it"):
-            server.add(1, message)
-        assert answered or server.finish()[0].tolist() == [1.0] * 3
-
-
 def test_another_clients_state_changes_nothing():
     one, other = tcs.Compressor("TCS", [40], 2), tcs.Compressor("TCS", [40], 2)
     other.step(torch.ones(2, 40))
@@ -309,12 +289,6 @@ def test_an_update_of_another_length():
     with pytest.raises(ValueError, match=r"^update_D: got shape \(41,\), allowed: \(40,\)$"):
         known.observe(torch.ones(41))
     assert known.round == 0
-
-
-@pytest.mark.parametrize("number", [-1, 1.0, "a"])
-def test_a_client_with_no_number(number):
-    with pytest.raises(ValueError, match=r"^number: got "):
-        tcs.Client(tcs.Known("TCS", [40]), number)
 
 
 @pytest.mark.parametrize("mask", [None, [1, 2]])
@@ -384,12 +358,3 @@ def test_what_a_rule_keeps_is_saved_by_value(monkeypatch):
     state = compressor.state_dict()
     compressor.step(torch.ones(2, 40))
     assert len(state["known"]["rule"]["seen"]) == 1 and len(compressor.rule.seen) == 2
-
-
-def test_a_hooks_state_that_is_not_whole():
-    state = tcs.TCSState(phi_global=0.1, phi_local=0.01)
-    given = tcs.TCSState(phi_global=0.1, phi_local=0.01).state_dict() | {"iter": 5}
-    del given["parameters"]
-    with pytest.raises(ValueError, match=r"^TCSState: state: parameters is missing$"):
-        state.load_state_dict(given)
-    assert state.iter == 0

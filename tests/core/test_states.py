@@ -230,13 +230,6 @@ def test_an_order_from_a_file_is_the_same_order():
     assert asked.wire_up.tag == listed.wire_up.tag and asked.wire_down.tag == listed.wire_down.tag
 
 
-def test_another_clients_state_is_refused():
-    known = tcs.Known("TCS", [12])
-    state = tcs.Client(known, 3).state_dict()
-    with pytest.raises(ValueError, match=r"^state: number of the client: got 3, allowed: 0$"):
-        tcs.Client(known, 0).load_state_dict(state)
-
-
 def test_an_optimizer_with_other_groups_is_refused_with_nothing_changed():
     def made(groups):
         torch.manual_seed(0)

@@ -21,12 +21,6 @@ def test_a_dense_message_that_arrived_in_fewer_bits_leaves_the_rest_in_the_error
     assert torch.equal(client.errors_D, delta_D - received.values) and client.errors_D.any()
 
 
-@pytest.mark.parametrize("weights", [[0, 0], [1, -1], [1, float("inf")]])
-def test_a_servers_weights_are_positive(weights):
-    with pytest.raises(ValueError, match=r"^weights: got \[.*, allowed: 2 positive numbers"):
-        tcs.Server(tcs.Known("TCS", LAYERS), weights)
-
-
 def test_a_client_without_a_weight_is_named():
     known = tcs.Known("TCS", LAYERS)
     server = tcs.Server(known, [1, 1])

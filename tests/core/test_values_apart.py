@@ -573,7 +573,7 @@ class Kept(tcs.TCS):
     count, share, seen = np.int64(3), np.array(0.5), [np.float32(1.5), {"n": np.array(2)}]
 
 
-def test_what_a_rule_or_an_optimizer_keeps_is_saved_as_plain_numbers():
+def test_what_a_rule_or_an_optimizer_keeps_is_saved_as_plain_numbers(registry):
     tcs.register_scheme("Kept")(Kept)
     made = tcs.Compressor("Kept", SIZES, 2)
     state = saved(made.state_dict())

@@ -86,13 +86,13 @@ def test_a_folder_may_hold_other_files_of_any_size(tmp_path):
     assert len(load_images(tmp_path).train_labels) == 8
 
 
-def test_links_are_refused(tmp_path):
-    path = tmp_path / "images.tar"
-    with tarfile.open(path, "w") as archive:
-        member = tarfile.TarInfo("train/cat/0.png")
-        member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+def test_a_link_in_an_archive_is_refused_even_to_an_image(tmp_path):
+    path = as_tar(tmp_path / "images.tar", IMAGES, "w")
+    with tarfile.open(path, "a") as archive:
+        member = tarfile.TarInfo("train/cat/9.png")
+        member.type, member.linkname = tarfile.SYMTYPE, "0.png"
         archive.addfile(member)
-    assert_refused(path, "link")
+    assert_refused(path, "is a link, or its path")
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.1, 0.5, 0.9])
@@ -182,7 +182,7 @@ def test_many_small_files_that_decode_to_gigabytes(tmp_path, monkeypatch):
         load_images(path)
 
 
-@pytest.mark.parametrize("target", ["/etc/passwd", "../outside.png", "nowhere"])
+@pytest.mark.parametrize("target", ["/etc/passwd", "nowhere"])
 def test_links_in_a_folder_that_lead_outside_or_nowhere_are_refused(tmp_path, target):
     root = tmp_path / "images"
     as_folder(root, IMAGES)

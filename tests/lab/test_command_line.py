@@ -33,6 +33,39 @@ def test_the_command_takes_scheme_seed_and_any_parameter(tmp_path, small):
     assert path.name.startswith("top-K-L2-0.25-3-")
 
 
+def test_a_run_that_diverges_ends_its_command_with_one(tmp_path, capsys, small):
+    words = [
+        *tiny_command(tmp_path, epochs=1),
+        "--scheme",
+        "TCS",
+        "--set",
+        "learning_rate=1000000.0",
+    ]
+    assert main(words) == 1
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("diverged: TCS, seed 0: ")
+
+
+RECORD = lab.ROOT / "results/evidence/runs/TCS-0.5-1-8ad1d67393.json"
+
+
+@pytest.mark.parametrize("command", ["run", "sensitivity", "again", "optimizers"])
+def test_a_dry_run_makes_nothing(tmp_path, capsys, monkeypatch, command):
+    monkeypatch.setattr(lab.runs.runs, "_train", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(
+        lab.studies.optimizers.HookTraining, "make", lambda *_: pytest.fail("trained")
+    )
+    words = {
+        "run": tiny_command(tmp_path, epochs=1, schemes=["TCS"]),
+        "sensitivity": ["sensitivity", "--params", str(lab.ROOT / "params/small.yaml")],
+        "again": ["again", str(RECORD)],
+        "optimizers": ["optimizers"],
+    }[command]
+    folder = [] if "--results" in words else ["--results", str(tmp_path / "results")]
+    before = sorted(tmp_path.rglob("*"))
+    assert main([*words, *folder, "--dry-run"]) == 0
+    assert "run" in capsys.readouterr().out and sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_queue_says_how_it_ended(tmp_path, capsys, small):
     tiny_command(tmp_path, epochs=2)  # writes tiny.yaml
     plan, stage = tmp_path / "plan.yaml", "{stage: a, seeds: [0], runs: [{schemes: [TCS]}]}"

@@ -85,13 +85,6 @@ def plan_of(folder, **stages):
     return str(file)
 
 
-def test_a_parameter_that_cannot_be_used_gets_one_line(tmp_path):
-    words = [*tiny_command(tmp_path), "--scheme", "TCS", "--set", "epochs=soon"]
-    done = ended(*words)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: epochs: got 'soon' ") and done.stderr.count("\n") == 1
-
-
 def test_a_queue_that_is_terminated_leaves_whole_files_and_no_process(tmp_path):
     """Two runs at once: the first two end, so that the others begin; these are in the middle."""
     plan = plan_of(tmp_path, short=(["TCS", "top-K"], 1), long=(["TCS", "Baseline"], 10_000))

@@ -43,6 +43,8 @@ def rounds_of(training, epoch):
 )  # fmt: skip
 @pytest.mark.parametrize("together", [False, True])
 def test_static_rounds_do_what_eager_ones_do(name, together, device):
+    if together and name.startswith("Baseline"):
+        pytest.skip("a single client trains in one way")
     if (name, device) == ("Baseline-Momentum", "cuda"):
         pytest.skip("a change by a millionth moves its loss by a percent: held to on a CPU")
     eager, static = federations(name, device, side_by_side=together)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tcs_lab as lab
 import torch
-from common import IMAGES, as_folder, as_tar, load_images
+from common import IMAGES, as_folder, as_tar, config, load_images
 from tcs_lab.tasks.images import SYNTHETIC_COMPARE
 
 
@@ -278,3 +278,35 @@ def test_the_whole_of_cifar10_as_jpegs(development_data):
     assert data.test_labels.bincount().tolist() == [1000] * 10
     means = data.train_images.float().mean((0, 1, 2)) / 255
     torch.testing.assert_close(means, torch.tensor([0.491, 0.482, 0.447]), rtol=0, atol=2e-3)
+
+
+def test_a_training_with_unequal_classes_has_them():
+    def largest_share(alpha):
+        wanted = config("TCS", dirichlet_alpha=alpha, clients=5, train_samples=500)
+        data = lab.load_data(wanted)
+        samples_NM = lab.Training(wanted, data).samples_NM
+        return max(int(data.train_labels[row].bincount().max()) / len(row) for row in samples_NM)
+
+    assert largest_share(0.05) > largest_share(None) + 0.2
+
+
+def test_seeds_epochs_and_clients_draw_different_numbers():
+    def crops(training, n, epoch):
+        return training.feed.draws(epoch)[n].crops.flatten().tolist()
+
+    zero, one = (
+        lab.Training(wanted, lab.load_data(wanted))
+        for wanted in (config("TCS", seed=seed, participation=0.4, clients=5) for seed in (0, 1))
+    )
+    drawn = [crops(zero, 0, 0), crops(zero, 1, 0), crops(zero, 0, 1), crops(one, 0, 0)]
+    assert len({tuple(part) for part in drawn}) == 4
+    assert not torch.equal(zero.theta_D, one.theta_D)
+    assert not torch.equal(zero.samples_NM, one.samples_NM)
+    assert len({tuple(zero._participants(epoch, 0)) for epoch in range(20)}) > 1
+
+
+def test_a_folder_whose_images_change_is_decoded_again(tmp_path):
+    before = load_images(as_folder(tmp_path / "images", IMAGES)).fingerprint
+    lab.load_dataset.cache_clear()
+    (tmp_path / "images" / "train" / "cat" / "0.png").write_bytes(IMAGES["train/dog/1.png"])
+    assert load_images(tmp_path / "images").fingerprint != before

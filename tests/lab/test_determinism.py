@@ -72,7 +72,13 @@ def long_run(folder, rounds, sizes):
     os.environ["TCS_CACHE"] = str(folder / "cache")
     torch.set_num_threads(1)
     few_images(400)
-    tiny = {"clients": 2, "epochs": rounds // 50, "train_samples": 400, "test_samples": 4}
+    tiny = {
+        "clients": 2,
+        "epochs": rounds // 50,
+        "train_samples": 400,
+        "test_samples": 4,
+        "width": 16,
+    }  # 78,042 parameters: a vector that is lost in each round shows
     lab.run(config("TCS-Q5++", wire=True, **tiny), folder, lambda row: sizes.append(resident()))
 
 

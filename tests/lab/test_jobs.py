@@ -236,8 +236,8 @@ def test_every_committed_record_has_its_kind():
     assert count == {HookTraining: 61, bench.BenchRun: 7}
     jobs = [job for stage in plan_jobs(lab.ROOT / "params/links.yaml").values() for job in stage]
     assert not missing_jobs(jobs)
-    rows = [row for job in jobs for row in job.read()["rows"]]
-    assert all(row in rows for row in links._read_old_rows(None))
+    rows = links.Links([row for job in jobs for row in job.read()["rows"]]).rows
+    assert all(row in rows for row in links.Links(links._read_old_rows(None)).rows)
     older = links.read_stages("10 million", "100 million").rows
     newer = links.read_stages("GPT", "10 million, settings").rows
     assert all(row in rows for row in older + newer) and len(newer) == 2 * 8 * 6

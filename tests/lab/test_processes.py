@@ -7,6 +7,7 @@ import time
 
 import pytest
 from tcs_lab.studies import links
+from tcs_lab.support import processes
 from tcs_lab.support.processes import run_within, torchrun_command
 
 
@@ -40,7 +41,7 @@ def is_alive(pid):
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
-def test_a_command_that_hangs_is_ended_with_what_it_has_started(tmp_path, stubborn):
+def test_a_command_that_hangs_is_ended_with_what_it_has_started(tmp_path, stubborn, monkeypatch):
     """Also where it does not end when it is asked to; its last lines are in the error."""
     child = "import time; time.sleep(600)"
     ignores = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if stubborn else ""
@@ -51,9 +52,10 @@ child = subprocess.Popen([sys.executable, "-c", {child!r}])
 Path({str(tmp_path / "child")!r}).write_text(str(child.pid))
 print("waits for", "nobody", flush=True)
 time.sleep(600)"""
+    monkeypatch.setattr(processes, "_GRACE", 2.0)
     begun = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"8 s(.|\n)*waits for nobody"):
-        run_within(8, python(text))
+    with pytest.raises(TimeoutError, match=r"3 s(.|\n)*waits for nobody"):
+        run_within(3, python(text))
     assert time.monotonic() - begun < 60
     assert not is_alive(int((tmp_path / "child").read_text(encoding="utf-8")))
 

@@ -14,6 +14,7 @@ import tcs_lab as lab
 import torch
 from common import config
 from processes import FORKSERVER
+from torch.nn import functional as F
 
 import tcs_core as tcs
 
@@ -45,6 +46,31 @@ def test_what_a_run_sets_for_a_gpu_is_put_back(tmp_path, monkeypatch, small):
     lab.run(config(), tmp_path, look)
     assert set(seen) == {(False, True)}
     assert (cudnn.allow_tf32, cudnn.benchmark) == (True, False)
+
+
+def test_a_run_computes_on_its_threads_and_puts_back_their_number(tmp_path, small):
+    before, seen = torch.get_num_threads(), []
+    lab.run(config(threads=before + 1), tmp_path, lambda _: seen.append(torch.get_num_threads()))
+    assert set(seen) == {before + 1} and torch.get_num_threads() == before
+
+
+def test_an_evaluation_is_that_of_all_test_images_at_once():
+    wanted = config("TCS", test_samples=650)
+    training = lab.Training(wanted, lab.load_data(wanted))
+    training.epoch(0)
+    row = training.evaluate()
+    images, labels = training.feed.test(slice(0, 650))
+    with training.federation.evaluated(training.statistics_NS.mean(0)) as net, torch.no_grad():
+        scores = net(images)
+    assert row["accuracy"] == int((scores.argmax(1) == labels).sum()) / 650
+    assert row["loss"] == pytest.approx(F.cross_entropy(scores, labels).item(), rel=1e-5)
+
+
+def test_the_training_loss_is_the_mean_of_a_step():
+    """About ln 10 before anything is learned; a missing factor would at least double or halve it."""
+    wanted = config("TCS-L2", participation=0.5, clients=4, learning_rate=1e-6)
+    row = lab.Training(wanted, lab.load_data(wanted)).epoch(0)
+    assert 1.6 < row["train_loss"] < 3.2
 
 
 def test_an_existing_record_is_used(tmp_path, monkeypatch, small):

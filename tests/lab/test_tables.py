@@ -407,16 +407,13 @@ def test_nothing_recorded_is_said_and_no_error(tmp_path):
     """A profile that has no record, by 08 and 00."""
     folder = lab.results_folder("paper")
     before = sorted(folder.rglob("*"))
-    try:
-        for path in (DRAWS, DRAWS.with_stem("00_reproduce")):
-            made = papermill.execute_notebook(
-                str(path), None, {"evidence": "paper"}, progress_bar=False, cwd=str(tmp_path)
-            )
-            text = "".join(o.get("text", "") for c in made.cells for o in c.get("outputs", []))
-            assert re.search(r"without a record: TCS( \(all \d seeds\))?, TCS-L2", text)
-    finally:
-        for new in set(folder.rglob("*")) - set(before):
-            new.unlink()
+    for path in (DRAWS, DRAWS.with_stem("00_reproduce")):
+        made = papermill.execute_notebook(
+            str(path), None, {"evidence": "paper"}, progress_bar=False, cwd=str(tmp_path)
+        )
+        text = "".join(o.get("text", "") for c in made.cells for o in c.get("outputs", []))
+        assert re.search(r"without a record: TCS( \(all \d seeds\))?, TCS-L2", text)
+    assert sorted(folder.rglob("*")) == before
 
 
 @pytest.mark.parametrize("path", EXECUTED, ids=lambda p: f"{p.parent.name}-{p.stem}")
