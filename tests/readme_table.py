@@ -171,7 +171,7 @@ The GPT was trained with AdamW for {ddp_steps} steps ({ddp_n} seeds, each method
 - **Do not use the paper's split,** which has only 0.1 % own entries. In a smaller GPT, its loss was {split} nats higher than that of top-K with 0.5 %, although top-K sends fewer bytes with two processes.
 - **Search for the learning rate again.** With two processes, the best one was {best_rates}.
 - **The dense start takes time, too,** also with PowerSGD. Our trainings had {dense_start} dense steps. With {large_parameters} parameters and two processes, these take {start_minutes:.0f} minutes at 200 Mbit/s.
-- **SGD with momentum:** give the momentum to the hook, with `TCSState(momentum=0.9)`, and none to the optimizer. In the smaller GPT, this changed the loss by {momentum} nats, compared with the same momentum in the optimizer (the mean over several settings of top-K and TCS). With AdamW, give the hook no momentum: we saw no gain ({adamw} nats)."""
+- **SGD with momentum:** give the momentum to the hook, with `TCSState(momentum=0.9)`, and none to the optimizer. In the smaller GPT, this changed the loss by {momentum} nats, compared with the same momentum in the optimizer (the mean over several settings of top-K and TCS). Weight decay in the optimizer then acts only once instead of being accumulated like the gradient, so multiply it by 1/(1 − momentum). A threshold for clipping then applies to the accumulated gradient, which can be up to 1/(1 − momentum) times as large. With AdamW, give the hook no momentum: we saw no gain ({adamw} nats)."""
 SETTINGS = """The training of the main comparison differs from the paper's in the following. It also computes with 16-bit numbers (bf16). Further [departures](#reproducibility) are small.
 
 {table}
