@@ -545,7 +545,7 @@ def register_suffix(
     except re.error as error:
         got = f"got {pattern!r} ({error})"
         raise ValueError(f"suffix {form}: pattern: {got}, allowed: a regular expression") from None
-    for need in needs:
+    for need in _listed("needs", needs):
         _check_one_of("needs", need, _NEEDS)
 
     def register(change: Callable) -> Callable:
@@ -1247,6 +1247,10 @@ def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
     if scheme.centralized:
         return math.nan
     phi_global, phi_local = scheme.phi_global or 0.0, scheme.phi_local or 0.0
+    if scheme.rule == "dense":  # which sends everything, whatever these fields say
+        phi_global, phi_local = 1.0, 0.0
+    elif scheme.rule == "top-K":  # which shares no mask
+        phi_global = 0.0
     means = 0.0
     if dimension is not None:
         phi_global = kept(phi_global, dimension) / dimension if phi_global else 0.0
@@ -1389,7 +1393,7 @@ class Message:
             return NotImplemented
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return all(
-            torch.equal(one, two)
+            one.dtype == two.dtype and torch.equal(one, two)
             if isinstance(one, Tensor) and isinstance(two, Tensor)
             else type(one) is type(two) and one == two
             for one, two in pairs
@@ -1596,7 +1600,7 @@ def decode_message(
     must agree with them. `mask_tag` is the one that was given to `encode_message`.
 
     `data` may be untrusted. All of it is checked, including values (finite) and positions (in
-    range, ascending, not in the shared mask). Memory stays within about twenty times its length,
+    range, ascending, not in the shared mask). Memory stays within about 150 times its length,
     and a small multiple of the number of shared positions. Raises ValueError for anything that is
     not a valid message.
     """
@@ -1627,6 +1631,7 @@ def decode_message(
 
 def _check_header(data: bytes, wanted: int) -> tuple[int, int, int, int]:
     has_bytes = isinstance(data, bytes | bytearray | memoryview)
+    has_bytes = has_bytes and getattr(data, "c_contiguous", True)
     if not has_bytes or len(data) < OVERHEAD_BYTES:
         got = f"{len(data)} bytes" if has_bytes else f"a {type(data).__name__}"
         raise ValueError(f"message: got {got}, allowed: {OVERHEAD_BYTES} bytes or more")
@@ -1826,6 +1831,8 @@ class MaskRule:
     `k_local` are the sizes of the shared mask and of an own mask in that round: `mask_factor` times
     the usual sizes. The factor is the one given to `begin` if the scheme's field `warmup_masks` is
     not 1. Otherwise it is always 1. (In a `Federation`, it comes from the `Phase` of the round.)
+    The shared mask of TCS is from the round before, so where masks become larger, it is larger one
+    round later.
     """
 
     keeps: tuple[str, ...] = ()
@@ -1997,6 +2004,10 @@ class TopK(MaskRule):
     """Top-K (Sec. I-C): there is no shared mask. Each client sends its own S_top, with all
     positions."""
 
+    def own_count(self, shared: int) -> int:
+        """Return the size of an own mask, which replaces no shared one."""
+        return self.k_local
+
 
 @register_scheme("rand-K", phi_global=1e-2, phi_local=None)
 class RandK(MaskRule):
@@ -2042,7 +2053,7 @@ class TCS(MaskRule):
         """Choose the next round's shared mask: S_top of the update (D,), line 5 of Algorithm 2.
 
         If all entries of the update are zero, the mask stays as it is; if there is none yet, there
-        is still none. (On a GPU, an existing mask stays only if its size does not change.)
+        is still none.
         """
         if not self.k_global:
             return
@@ -2061,11 +2072,11 @@ class TCS(MaskRule):
         else:
             magnitudes_K = update_D[chosen_K].abs()
             is_update = magnitudes_K.any()
-            if before_K is None and not _host_reads(is_update):
-                return
-            # `where` chooses without making the host wait, but it needs masks of the same size. If
-            # the size changes, the new mask is taken, even if the update is all zero.
-            if before_K is not None and len(before_K) == len(chosen_K):
+            # `where` chooses without making the host wait, but it needs masks of the same size.
+            if before_K is None or len(before_K) != len(chosen_K):
+                if not _host_reads(is_update):
+                    return
+            else:
                 chosen_K = torch.where(is_update, chosen_K, before_K)
                 if self.magnitudes_K is not None:
                     magnitudes_K = torch.where(is_update, magnitudes_K, self.magnitudes_K)
@@ -2092,8 +2103,12 @@ class TCS(MaskRule):
 def rule_of(scheme: Scheme) -> type[MaskRule]:
     """Return the class of a scheme's mask rule.
 
-    Raises ValueError if the scheme's `shared_from` is neither "update" nor a key of SHARED_FROM.
+    Raises ValueError if the scheme's `shared_from` is neither "update" nor a key of SHARED_FROM,
+    and for a `phi_down` of a rule that shares every entry, since none is left for the server.
     """
+    if scheme.rule == "dense" and scheme.phi_down is not None:
+        allowed = "None with rule dense, whose shared mask has every entry"
+        _refuse(f"{scheme.name}: phi_down", scheme.phi_down, allowed)
     if scheme.shared_from == "update":
         return RULES[scheme.rule]
     if scheme.shared_from not in SHARED_FROM:
@@ -2500,9 +2515,10 @@ class Client:
     and the earlier errors, including what the message contains. Only `arrived` subtracts the values
     that were sent. So if a message is lost, its content stays in the errors.
 
-    In `keeps`, a class names the tensors (D,) that a resumed run needs. Those of its base classes
-    are included automatically. All of them have to be in the unit of the errors, since `scale_`
-    scales them together.
+    A derived class must change `errors_D` in place, because a `Compressor` has the errors of all
+    clients in one tensor. In `keeps`, a class names the tensors (D,) that a resumed run needs.
+    Those of its base classes are included automatically. All of them have to be in the unit of the
+    errors, since `scale_` scales them together.
     """
 
     keeps: tuple[str, ...] = ("errors_D",)
@@ -2534,7 +2550,8 @@ class Client:
 
         On a GPU, NotFiniteError is not raised here but by `Known.to_bytes` or at the end of the
         round. Until then, a `delta_D` with NaN or infinity counts as all zero, and if a value that
-        is to be sent has overflowed, the message contains only zeros.
+        is to be sent has overflowed, the message contains only zeros. Then call `forget_overflow`,
+        since errors that have overflowed would stop every later round, too. (A `Compressor` does.)
         """
         known, what = self.known, f"client {self.number}: send"
         if known.status != OPEN:
@@ -2678,9 +2695,13 @@ class Client:
         then, they return to their values before `send`, except for rounding. The message in flight
         is forgotten, so `sent_in` returns False. But `Known.senders` still contains this client, so
         that `send` refuses a second message in this round. Raises ValueError for another shape or
-        type.
+        type and, on a CPU, for NaN or infinity. (If `send` raised NotFiniteError for its vector,
+        nothing was added, and there is nothing to withdraw.)
         """
         given_D = self.known.check_vector("delta_D", delta_D)
+        if self.known.on_cpu and not _all_finite(given_D):
+            what = "got NaN or infinity, allowed: the vector that `send` has added"
+            raise ValueError(f"client {self.number}: withdraw: delta_D: {what}")
         self.in_flight = None
         if self.errors_D is not None:
             self.errors_D.sub_(given_D)
@@ -2826,7 +2847,7 @@ class Downlink(Client):
             return mask_to_positions(self.explored_D)
         rule, shared = known.rule, len(known.shared_K)
         k = rule.size(phi_down, known.dimension - rule.k_global)
-        k += 0 if shared else rule.k_global
+        k = min(k + (0 if shared else rule.k_global), known.dimension - shared)
         mask = rule.own_mask(intended_D, known.shared_D, k)
         return known.positions_of(mask, known.shared_D)
 
@@ -2932,6 +2953,10 @@ class Server:
 
         Raises what `average` raises. On a GPU it may turn out only now that a client's message is
         not finite: then NotFiniteError is raised and the round is lost; end it with `Known.lose`.
+
+        With a compressed downlink, its errors no longer contain what the reply contains. If the
+        round may still be lost after this, for instance because the reply cannot be sent, save
+        `state_dict()` before, and load it then.
         """
         update_D = self.average()
         try:
@@ -2939,8 +2964,17 @@ class Server:
         except NotFiniteError:
             self.drop()
             raise
+        before_D = None if self.downlink is None else self.downlink.errors_D
         reply = self.reply(update_D)
-        update_D = update_D if self.downlink is None else self.known.expand_message(reply)
+        if self.downlink is not None:
+            try:
+                self.known.check_flags()  # on a GPU, whether the downlink's errors overflowed
+            except NotFiniteError:
+                if before_D is not None:
+                    before_D.zero_()  # as `Downlink.reply_to` does on a CPU
+                self.drop()
+                raise
+            update_D = self.known.expand_message(reply)
         self.drop()
         return update_D, reply
 
@@ -3012,7 +3046,8 @@ class Link:
     n's message as it arrives and its length in bits. To leave out a message, for whatever reason,
     return (None, 0). `to_clients(server)` calls `server.finish()`, and returns a pair, the update
     (D,) that the clients receive and the length of the server's message in bits. Both lengths are
-    those of `message_bits`, without header and checksum.
+    those of `message_bits`, without header and checksum. (Without a `channel`, this class does not
+    make a reply whose length it can calculate, so it does not call `Server.reply` then.)
     """
 
     channel: Callable[[int, bytes], bytes] | None = None
@@ -3047,7 +3082,8 @@ class Link:
         in bits, without header and checksum. Raises what `Server.finish` raises, and MessageError
         for a message that cannot be decoded."""
         known = server.known
-        if self.channel is None and server.downlink is None and known.scheme.code == "block":
+        plain = server.downlink is None and type(server).finish is Server.finish
+        if self.channel is None and plain and known.scheme.code == "block":
             return self._count_reply(server)
         update_D, reply = server.finish()
         bits = message_bits(reply, known.wire_down)
@@ -3652,6 +3688,7 @@ class Federation:
         self.active, self.t = list(range(self.clients)), 0
         self.is_whole = True  # False if the last part of a round was interrupted
         self._is_shown = False  # True inside `evaluated`
+        self._own_S = self.theta_D[:0]  # inside `evaluated`, the statistics that the module has
         self.server_optimizer: torch.optim.Optimizer | None = None
         if server_optimizer is not None:
             self.server_theta = nn.Parameter(self.theta_D.clone())  # what it updates
@@ -3804,10 +3841,12 @@ class Federation:
         modules = list(self.model.modules())
         modes = [m.training for m in modules]
         buffers, was_shown = self.flat.statistics_buffers(), self._is_shown
-        own_S = self.flat.statistics()
+        # Not those that are shown, in a block inside another one.
+        own_S = self._own_S if was_shown else self.flat.statistics()
         if statistics_S is not None:
             check_same_state("statistics_S", statistics_S, own_S)
-        shown_S = own_S if statistics_S is None else statistics_S.clone()
+        shown_S = (own_S if statistics_S is None else statistics_S).clone()
+        self._own_S = own_S
         self.flat.lend(list(shown_S.split(self.flat.norm_sizes)))
         self._is_shown = True
         self.model.eval()
@@ -3821,8 +3860,14 @@ class Federation:
     def averaged_state_dict(self) -> dict[str, Any]:
         """Return a copy of the module's state, in which normalization layers have averaged running
         statistics. Save it for later use of the model."""
-        with self.evaluated() as model:
-            return {key: _by_value(value) for key, value in model.state_dict().items()}
+        self._check_usable("averaged_state_dict", shown=True)
+        buffers = self.flat.statistics_buffers()
+        if self._is_shown:
+            self.flat.lend(list(self._own_S.split(self.flat.norm_sizes)))
+        try:
+            return {key: _by_value(value) for key, value in self.model.state_dict().items()}
+        finally:
+            self.flat.lend(buffers)
 
     # Saving and loading.
 
@@ -3956,8 +4001,7 @@ class LocalTrainer:
         self.feed, self.scheme, self.loss, self.weight_decay = feed, scheme, loss, weight_decay
         self.local_optimizer, self.seed = local_optimizer, seed
         self.optimizers: dict[int, torch.optim.Optimizer] = {}  # by client, from its first round on
-        modes = [m.training for m in model.modules()]
-        self._modes = modes if model.training else [True] * len(modes)  # of submodules in training
+        self._modes = _training_modes(model)
         self.use(model)
         self.theta_D = torch.empty_like(self.gradient_D)
         self.left_S = self.flat.statistics()  # the module's statistics between two rounds
@@ -4040,7 +4084,9 @@ class LocalTrainer:
         try:
             for _ in self._steps(n, t):
                 optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+                torch.clear_autocast_cache()  # of the parameters before the step
+                for p in self.flat.parameters:  # also those that are not the optimizer's
+                    p.grad = None
             self.flat.read_(self.local_views)
         finally:
             self.put_theta()
@@ -4093,6 +4139,11 @@ class LocalTrainer:
                 raise ValueError(f"loss: got one without a gradient, allowed: one that is {way}")
             loss.backward()
             self._check_step(versions)
+            buffers = self.flat.statistics_buffers()
+            for view, buffer in zip(self.statistics_views[n], buffers, strict=True):
+                if buffer is not view:  # a norm that has assigned a new tensor
+                    view.copy_(buffer)
+                    self.flat.lend(self.statistics_views[n])
             self.losses_N[n].add_(loss.detach())
             yield tau
 
@@ -4152,10 +4203,8 @@ class LocalTrainer:
         """
         modules, buffers = list(self.model.modules()), self.flat.statistics_buffers()
         modes = list(map(_TRAINING, modules))
-        if self.model.training:
-            self._modes = modes
-        elif len(self._modes) != len(modes):
-            self._modes = [True] * len(modes)
+        if self.model.training or len(self._modes) != len(modes):
+            self._modes = _training_modes(self.model)
         gradients = list(map(_GRADIENT, self.flat.parameters))
         devices = [self.flat.device] if self.flat.device.type == "cuda" else []
         before_NS = self.statistics_NS.clone()
@@ -4519,9 +4568,9 @@ class Feed:
         for part in parts:
             if callable(tell := getattr(part, "set_epoch", None)):
                 tell(self.passes[n] - 1)
-        if self._running[n] is None and getattr(source, "persistent_workers", False):
-            iter(source)  # the first iterator of such a loader draws one number more than the next
         with torch.random.fork_rng(devices=[]):
+            if self._running[n] is None and getattr(source, "persistent_workers", False):
+                iter(source)  # the first iterator of such a loader draws one number more
             torch.default_generator.manual_seed(seed)
             for part in parts:
                 if isinstance(generator := getattr(part, "generator", None), torch.Generator):
@@ -4649,7 +4698,21 @@ def _check_optimizer_state(key: str, saved: Any, optimizer: torch.optim.Optimize
             check_same_state(f"{key}: parameter {place}", given, like["state"][place])
 
 
+def _training_modes(model: nn.Module) -> list[bool]:
+    """Return the modes of all modules in training, where a module may keep parts in eval mode."""
+    modules = list(model.modules())
+    modes = now = [module.training for module in modules]
+    if not model.training:
+        model.train()
+        modes = [module.training for module in modules]
+        _set_modes(modules, now)
+    return modes
+
+
 def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
+    """Set the mode of each module; the first one contains the others."""
+    if modules[0].training != modes[0]:
+        modules[0].train(modes[0])  # a module may do more there, such as split its weights
     for module, mode in zip(modules, modes, strict=True):
         if module.training != mode:
             module.training = mode
@@ -4880,7 +4943,9 @@ class TCSState:
        sent is set to 0 in its accumulated momentum; otherwise it would push the parameter on in an
        outdated direction. This is momentum correction and momentum factor masking of Deep Gradient
        Compression (Lin et al., 2018). It costs one float32 copy of the gradients. It is not for
-       Adam or AdamW, which would average over the steps a second time, with beta_1.
+       Adam or AdamW, which would average over the steps a second time, with beta_1. The optimizer's
+       weight decay then acts once instead of accumulating: multiply it by 1 / (1 - momentum). A
+       threshold for clipping then applies to the accumulated gradient.
 
     Each backward pass is a step. What it does not send stays in the errors and is sent in later
     steps, even if you discard the gradients. Therefore run a pass whose gradients no optimizer will
@@ -4980,7 +5045,6 @@ class TCSState:
         self._agreed = False  # the ranks have compared their states
         self._saved_by: dict[str, int | None] = dict.fromkeys(("rank", "world_size"))
         self._watches = error_accumulation  # still looks for gradients that were not used
-        self._versions_tell = False  # a version counter has advanced at least once
         self._by_name = model is not None
         if model is None:
             return
@@ -5052,9 +5116,9 @@ class TCSState:
         """
         before, sums_before = client.versions, client.sums
         client.versions = [p._version for p in parameters]
-        self._versions_tell |= bool(before) and before != client.versions
+        client.versions_tell |= bool(before) and before != client.versions
         client.sums = None
-        if not self._versions_tell:
+        if not client.versions_tell:
             client.sums = torch.stack([p.detach().float().sum() for p in parameters])
         if client.counted is None or before != client.versions or not _host_reads(client.counted):
             return
@@ -5342,6 +5406,7 @@ class BucketClient(Client):
     before: Before | None = None  # with `can_undo`, the values from before the last step
     counted: Tensor | None = None  # bool (): whether any gradient counted in a sparse step
     versions: list[int] | None = None  # version counters of the parameters at the last gradients
+    versions_tell = False  # a version counter has advanced at least once
     sums: Tensor | None = None  # sums of the parameters then, until a version counter has advanced
 
     def __init__(self, known: Known, momentum: float = 0.0):
