@@ -3674,8 +3674,7 @@ class Federation:
         _check_optimizers(self.scheme, schedule, weight_decay, local_optimizer, server_optimizer)
         self.trainer = (trainer or LocalTrainer)(
             model, self.feed, self.scheme, loss=loss, weight_decay=weight_decay,
-            local_optimizer=local_optimizer, seed=seed,
-        )  # fmt: skip
+            local_optimizer=local_optimizer, seed=seed)  # fmt: skip
         plain = dataclasses.replace(self.scheme, momentum=0.0, error_unit="difference")
         self.compressor = Compressor(
             plain, self.flat.layer_sizes, self.clients, device=self.flat.device, seed=seed,

@@ -105,7 +105,9 @@ def test_a_rule_with_its_own_choice_is_asked_for_each_client(monkeypatch):
     monkeypatch.setitem(tcs.RULES, "every second", EverySecond)
     scheme = tcs.Scheme("every second", rule="every second")
     steps = [(deltas_ND, None) for deltas_ND in deltas_like_training(4, CLIENTS, SIZES)]
-    both(monkeypatch, scheme, steps)  # compares them after each round
+    plain, together = both(monkeypatch, scheme, steps)  # which compares them after each round
+    assert together.known.round == len(steps) and not together.known.dense
+    assert torch.equal(plain.known.shared_K, together.known.shared_K)
 
 
 def test_several_vectors_in_groups_are_chosen_like_each_alone(monkeypatch):
