@@ -4489,10 +4489,9 @@ class Feed:
     called for each of them.) Then torch's random numbers are seeded from (seed, client, pass), so
     that a loader shuffles in the same way again when a run is resumed. The `generator` of the
     loader and those of its samplers are seeded, too. Once the pass has begun, torch's global random
-    state is restored, but not these generators. (The first pass of a loader with persistent workers
-    may advance the global state by one number.) Two kinds of random numbers are not repeated after
-    a resume: those that are drawn later in a pass, such as for a shuffle buffer, and those that are
-    drawn by numpy.
+    state is restored, but not these generators. Some random numbers are not repeated after a
+    resume: those that are drawn later in a pass, such as for a shuffle buffer, and those that numpy
+    or Python's `random` draw.
 
     Your own feed class needs `clients`, the number of clients, and `batch(n, round, tau)`. It may
     have `state_dict`, `check_state` and `load_state_dict`, for states of a `Federation`.
@@ -5647,8 +5646,8 @@ def _average(step: UnderWay, done: list[torch.futures.Future]) -> Tensor:
     update_D.index_copy_(0, shared_K, counted(sums_K.float(), shared_K))
 
     # 5.4. The next shared mask. A void step's average is all zero, and then `TCS.observe` keeps the
-    # old mask. On a GPU it does so only if the old mask has the usual size. A mask may have another
-    # size after DDP has rebuilt its buckets. Then the host has to read `void`.
+    # old mask. The host gives the step up itself where it can read `void` without waiting, and
+    # where `observe` would make it wait, because DDP has rebuilt its buckets and masks change size.
     looks = is_on_cpu(void) or len(shared_K) != known.rule.k_global
     if looks and _host_reads(void):
         known.lose()
