@@ -3597,15 +3597,17 @@ class Federation:
       make a new Federation of the module. A forward pass may also change other state of the module,
       such as a teacher model or the vectors of nn.utils.spectral_norm. All clients share it: each
       continues from what the client before it has left. It is not averaged, and it is not restored
-      after a failed round.
+      after a failed round. With plain SGD, a forward pass must not change the parameters
+      themselves. If it does, the round fails; but a change of `p.data` is not noticed and is lost.
     - `feed`: a list with one iterable of batches per client, or an object like `Feed`. The batches
       have to be on the model's device.
     - `scheme`: a `Scheme` or its name.
     - `schedule`: the learning rate of the local steps, or a function from a round's number to its
       rate or `Phase`. None leaves the rate to `local_optimizer`.
     - `loss`: `loss(model, batch)` returns a scalar tensor. The default is cross-entropy.
-    - `weight_decay`: this number times the parameters is added to every gradient of plain SGD. It
-      cannot be combined with `local_optimizer`, which does its own weight decay.
+    - `weight_decay`: this number times the parameters is added to every gradient of plain SGD,
+      also of parameters that the loss does not use. It cannot be combined with `local_optimizer`,
+      which does its own weight decay.
     - `local_optimizer`: a function from parameters to an optimizer, for local steps other than
       plain SGD. It is called once for each client. With a schedule, the schedule sets the
       optimizer's learning rate. Then give the optimizer no rate, or the one with which the schedule
@@ -3686,8 +3688,7 @@ class Federation:
         self.on_delta: Callable[[int, Tensor], None] | None = None
         self.active, self.t = list(range(self.clients)), 0
         self.is_whole = True  # False if the last part of a round was interrupted
-        self._is_shown = False  # True inside `evaluated`
-        self._own_S = self.theta_D[:0]  # inside `evaluated`, the statistics that the module has
+        self._hidden_S: Tensor | None = None  # inside `evaluated`, the module's own statistics
         self.server_optimizer: torch.optim.Optimizer | None = None
         if server_optimizer is not None:
             self.server_theta = nn.Parameter(self.theta_D.clone())  # what it updates
@@ -3820,7 +3821,7 @@ class Federation:
             raise ValueError(
                 f"{got}, allowed: load_state_dict of a saved state, or a new Federation"
             )
-        if self._is_shown and not shown:
+        if self._hidden_S is not None and not shown:
             raise ValueError(f"{what}: got called inside `evaluated`, allowed: after its block")
 
     # Evaluation.
@@ -3839,21 +3840,20 @@ class Federation:
         self._check_usable("evaluated", shown=True)
         modules = list(self.model.modules())
         modes = [m.training for m in modules]
-        buffers, was_shown = self.flat.statistics_buffers(), self._is_shown
-        # Not those that are shown, in a block inside another one.
-        own_S = self._own_S if was_shown else self.flat.statistics()
+        buffers, before_S = self.flat.statistics_buffers(), self._hidden_S
+        # In a block inside another one, the module's own statistics are hidden already.
+        own_S = self.flat.statistics() if before_S is None else before_S
         if statistics_S is not None:
             check_same_state("statistics_S", statistics_S, own_S)
         shown_S = (own_S if statistics_S is None else statistics_S).clone()
-        self._own_S = own_S
         self.flat.lend(list(shown_S.split(self.flat.norm_sizes)))
-        self._is_shown = True
+        self._hidden_S = own_S
         self.model.eval()
         try:
             yield self.model
         finally:
             self.flat.lend(buffers)
-            self._is_shown = was_shown
+            self._hidden_S = before_S
             _set_modes(modules, modes)
 
     def averaged_state_dict(self) -> dict[str, Any]:
@@ -3861,8 +3861,8 @@ class Federation:
         statistics. Save it for later use of the model."""
         self._check_usable("averaged_state_dict", shown=True)
         buffers = self.flat.statistics_buffers()
-        if self._is_shown:
-            self.flat.lend(list(self._own_S.split(self.flat.norm_sizes)))
+        if self._hidden_S is not None:
+            self.flat.lend(list(self._hidden_S.split(self.flat.norm_sizes)))
         try:
             return {key: _by_value(value) for key, value in self.model.state_dict().items()}
         finally:
@@ -3879,18 +3879,34 @@ class Federation:
         """
         self._check_usable("state_dict", shown=True)
         # inside `evaluated`, the module has averaged statistics, which must not be read
-        self.trainer.read_module(statistics=not self._is_shown)
+        self.trainer.read_module(statistics=self._hidden_S is None)
         server = self.server_optimizer
         state = self._tensors() | {
             "version": STATE_VERSION,
             "scheme": scheme_state(self.scheme),
             "t": int(self.t),
             "active": self.active,
+            "layers": self._layers(),
             "feed": self.feed.state_dict() if hasattr(self.feed, "state_dict") else None,
             "optimizers": {n: _optimizer_state(o) for n, o in self.trainer.optimizers.items()},
             "server_optimizer": None if server is None else _optimizer_state(server),
         }
         return _by_value(state) | {"compressor": self.compressor.state_dict()}
+
+    def _layers(self) -> dict[str, list[int]]:
+        """Return the shapes of the parameters that are trained, by name and in their order."""
+        shapes = zip(self.flat.names, self.flat.shapes, strict=True)
+        return {name.replace("_orig_mod.", ""): list(shape) for name, shape in shapes}
+
+    def _check_layers(self, given: Any) -> None:
+        """Raise ValueError, which names the first parameter that differs, for a state of another
+        model."""
+        if not isinstance(given, dict):
+            _refuse("state: layers", given, "a dictionary of shapes by parameter")
+        for got, allowed in zip_longest(given.items(), self._layers().items()):
+            if got != allowed:
+                way = "as in this federation's model, in the same order"
+                raise ValueError(f"state: layers: got {got}, allowed: {allowed}, {way}")
 
     def _tensors(self) -> dict[str, Any]:
         """Return the parts of a state that have a fixed shape. Loading a state copies into them."""
@@ -3907,7 +3923,7 @@ class Federation:
 
         Raises ValueError, with nothing changed, for a state of another scheme, seed or model.
         """
-        if self._is_shown:
+        if self._hidden_S is not None:
             raise ValueError(
                 "load_state_dict: got called inside `evaluated`, allowed: after its block"
             )
@@ -3945,8 +3961,11 @@ class Federation:
         check_state_version("state", state)
         tensors = self._tensors()
         others = ("version", "scheme", "t", "active", "feed", "optimizers", "server_optimizer")
-        keys = (*others, *tensors, "compressor")
-        check_same_state("state", dict.fromkeys(state), dict.fromkeys(keys))
+        keys = (*others, "layers", *tensors, "compressor")
+        # States that were saved before they had layers can be loaded, too.
+        check_same_state("state", dict.fromkeys(["layers", *state]), dict.fromkeys(keys))
+        if "layers" in state:
+            self._check_layers(state["layers"])
         check_same_scheme("state: scheme", state["scheme"], self.scheme)
         for key, like in tensors.items():
             check_same_state(f"state: {key}", state[key], like)
@@ -4301,8 +4320,7 @@ class FlatView:
         self.dimension = sum(self.layer_sizes)
         self.norms = _norms(model)
         for m in self.norms:
-            if m.momentum is None:
-                raise ValueError("model: a norm's momentum: got None, allowed: a number, as 0.1")
+            _check_norm(m)
         self.norm_sizes = [m.num_features for m in self.norms for _ in range(2)]
 
     def views(self, flat_D: Tensor) -> list[Tensor]:
@@ -4473,6 +4491,19 @@ def _all_of(order: Iterable[int], dimensions: int) -> list[int]:
 _NORMS = nn.modules.batchnorm._NormBase  # batch norms and others that keep running statistics
 
 
+def _check_norm(norm: Any) -> None:
+    """Raise ValueError for a norm whose running statistics cannot be averaged."""
+    if norm.momentum is None:
+        raise ValueError("model: a norm's momentum: got None, allowed: a number, as 0.1")
+    mean = norm.running_mean
+    if nn.parameter.is_lazy(mean):
+        way = "after one batch has passed through the model, which gives it its shape"
+        raise ValueError(f"model: got a norm without a shape, allowed: {way}")
+    if mean.dtype != torch.float32:
+        way = "torch.float32 (keep norms in float32, also frozen ones, and use autocast)"
+        raise ValueError(f"model: a norm's running statistics: got {mean.dtype}, allowed: {way}")
+
+
 def _norms(model: nn.Module) -> list[Any]:
     """Return a module's norms with running statistics."""
     found = (m for m in model.modules() if isinstance(m, _NORMS))
@@ -4508,6 +4539,7 @@ class Feed:
     most_workers = 16
 
     def __init__(self, sources: Iterable[Iterable[Any]], seed: int = 0):
+        seed = _check_whole("seed", seed, 0, 2**64 - 1)
         if not isinstance(sources, list | tuple):
             got = type(sources).__name__
             raise ValueError(f"feed: got a {got}, allowed: a list of one iterable per client")
@@ -4539,12 +4571,18 @@ class Feed:
         """Return client n's next batch. It is meant for local step `tau` of round `round`; both are
         counted from 0, and a `Feed` uses neither of them to choose the batch.
 
-        Raises ValueError if the client's iterable gives no batch.
+        Raises ValueError if the client's iterable gives no batch. If the iterable raises, the next
+        call begins its pass again, and skips the batches that were given.
         """
         running = self._running[n]
         if running is None and self.given[n]:  # a loaded state continues in the middle of a pass
             running = self._begin_pass(n, skip=self.given[n])
-        batch = _END if running is None else next(running, _END)
+        try:
+            batch = _END if running is None else next(running, _END)
+        except BaseException:
+            if not isinstance(self.sources[n], Iterator):
+                self._running[n] = None  # begin this pass again, and skip what was given
+            raise
         if batch is _END:
             self.passes[n], self.given[n] = self.passes[n] + 1, 0
             batch = next(self._begin_pass(n), _END)
@@ -5130,7 +5168,8 @@ class TCSState:
 
         Errors, masks, momentum and `iter` become exactly what they were before the step.
         `bytes_sent` stays, since these bytes were sent. After an exception in a backward pass, this
-        takes back what that pass had done.
+        takes back what that pass had done. (If the pass failed before DDP had averaged any
+        gradient, it had done nothing, and the step before it is taken back.)
 
         Raises ValueError without `can_undo`, or if there is no step to take back: before the first
         one, right after `load_state_dict`, and after `undo`.
@@ -5472,6 +5511,16 @@ class UnderWay(NamedTuple):
     packed: Tensor  # int32, this rank's own positions, then the bits of its values
     gathered: list[Tensor]  # `packed` of every rank
 
+    def use_on_this_stream(self) -> None:
+        """Tell PyTorch's allocator that a GPU's current stream uses these tensors.
+
+        They were made on the stream of the backward pass, and `_average` runs on another one. Once
+        they are deleted, their memory could otherwise be given away before it has been read.
+        """
+        for tensor in (self.is_used, self.is_finite, self.summed, self.packed, *self.gathered):
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
 
 def _check_caller(state: TCSState, bucket: Any, others: tuple[Any, ...]) -> None:
     """Raise ValueError unless the caller is DDP, and no optimizer steps during the backward
@@ -5612,6 +5661,7 @@ def _average(step: UnderWay, done: list[torch.futures.Future]) -> Tensor:
     """Step 5: return the average of all ranks, in the bucket's buffer."""
     for future in done:
         future.wait()
+    step.use_on_this_stream()
     client, buffer, known = step.client, step.buffer, step.client.known
     shared_K = known.shared_K
     sums_K, flags = step.summed.split([len(shared_K), len(step.summed) - len(shared_K)])

@@ -154,6 +154,18 @@ def test_a_batch_norm_that_counts_its_batches():
         tcs.Federation(model, [batches(1, 0)], "TCS", 0.1, loss=mse)
 
 
+@pytest.mark.parametrize(
+    "norm, text",
+    [(nn.BatchNorm1d(3).half(), r"a norm's running statistics: got torch\.float16, allowed"),
+     (nn.LazyBatchNorm1d(affine=False), "got a norm without a shape, allowed: after one batch")],
+    ids=["half precision", "no shape yet"],
+)  # fmt: skip
+def test_a_norm_whose_statistics_cannot_be_averaged(norm, text):
+    model = nn.Sequential(nn.Linear(8, 3), norm.requires_grad_(False))
+    with pytest.raises(ValueError, match=f"^model: {text}"):
+        tcs.Federation(model, [batches(1, 0)], "TCS", 0.1, loss=mse)
+
+
 def test_a_schedule_gives_a_rate_or_a_phase():
     made = [
         tcs.Federation(mlp(), [batches(3, 0)], "TCS", schedule, loss=mse)

@@ -2,11 +2,13 @@
 
 import copy
 
+import numpy as np
 import pytest
 import tcs_lab as lab
 import torch
 from common import sgd_steps
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 import tcs_core as tcs
 
@@ -327,3 +329,57 @@ def test_a_loader_with_a_generator_of_its_own_resumes():
     assert begun + given(second, range(6, 10)) == expected
     pass_of_0 = [x for batch in expected[:8:2] for x in batch]
     assert sorted(pass_of_0) == list(range(32)) and pass_of_0 != sorted(pass_of_0)
+
+
+class Unreliable:
+    """Four batches in an order that is drawn for each pass; the third of the second pass fails once."""
+
+    def __init__(self, fails):
+        self.fails, self.passes = fails, 0
+
+    def __iter__(self):
+        self.passes += 1
+        for place, number in enumerate(torch.randperm(4).tolist()):
+            if self.fails and (self.passes, place) == (2, 2):
+                self.fails = False
+                raise OSError("the disk is away")
+            yield number
+
+
+def test_a_feed_goes_on_behind_a_failed_batch_as_a_resumed_one_does():
+    feed, found = tcs.Feed([Unreliable(fails=True)], seed=5), []
+    while len(found) < 12:
+        try:
+            found.append(feed.batch(0, 0, 0))
+        except OSError:
+            assert len(found) == 6 and feed.state_dict()["given"] == [2]
+    smooth = tcs.Feed([Unreliable(fails=False)], seed=5)
+    assert found == [smooth.batch(0, 0, 0) for _ in range(12)]
+
+
+def test_an_iterator_that_failed_goes_on():
+    parts = iter([1, OSError(), 2])
+
+    class Source:
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            part = next(parts)
+            if isinstance(part, OSError):
+                raise part
+            return part
+
+    feed = tcs.Feed([Source()])
+    assert feed.batch(0, 0, 0) == 1
+    with pytest.raises(OSError):
+        feed.batch(0, 0, 1)
+    assert feed.batch(0, 1, 0) == 2
+
+
+def test_a_numpy_number_as_a_seed_shuffles_as_pythons_does():
+    orders = []
+    for seed in (3, np.int64(3)):
+        feed = tcs.Feed([DataLoader(torch.arange(20), shuffle=True)], seed)
+        orders.append([int(feed.batch(0, 0, 0)) for _ in range(20)])
+    assert orders[0] == orders[1] != list(range(20))

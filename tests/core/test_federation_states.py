@@ -92,6 +92,7 @@ def broken_states(state):
         value = at(state, path)
         one_of = {"optimizers": (2, 5), "server_optimizer": (4,)}  # clients, parameters: they
         may_lack = len(path) in one_of.get(path[0], ())  # begin anew
+        may_lack |= path == ("layers",)  # states from before there were any have none
         if path[-1] in ("feed", "server_optimizer") and value is None:
             continue
         if not may_lack:
@@ -124,6 +125,40 @@ def test_a_broken_state_is_refused_with_nothing_changed(kind):
         assert same_state(everything(made), before), where
     made.load_state_dict(given)
     assert same_state(made.state_dict(), given)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [nn.Linear(2, 6, bias=False), nn.Sequential(nn.Linear(3, 4, bias=False)),
+     nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 3, bias=False))],
+    ids=["another shape", "another name", "other layers"],
+)  # fmt: skip
+def test_a_state_of_another_model_with_as_many_entries_is_refused(other):
+    given = tcs.Federation(nn.Linear(3, 4, bias=False), [[]], "TCS", 0.1).state_dict()
+    made = tcs.Federation(other, [[]], "TCS", 0.1)
+    before = made.state_dict()
+    with pytest.raises(ValueError, match=r"^state: .*, allowed: "):
+        made.load_state_dict(given)
+    assert same_state(made.state_dict(), before)
+
+
+def test_layers_are_named_as_in_the_model_and_may_be_missing_in_an_older_state():
+    made = tcs.Federation(nn.Linear(3, 4), [[]], "TCS", 0.1)
+    state = made.state_dict()
+    assert state["layers"] == {"weight": [4, 3], "bias": [4]}
+    del state["layers"]
+    state["theta_D"] += 1
+    made.load_state_dict(state)
+    assert torch.equal(made.model.bias.detach(), state["theta_D"][12:])
+
+
+def test_layers_in_another_order_are_refused():
+    state = (made := tcs.Federation(nn.Linear(3, 4), [[]], "TCS", 0.1)).state_dict()
+    state["layers"] = dict(reversed(state["layers"].items()))
+    with pytest.raises(
+        ValueError, match=r"^state: layers: got \('bias', \[4\]\), allowed: \('weight'"
+    ):
+        made.load_state_dict(state)
 
 
 def groups_changed(state, change):
