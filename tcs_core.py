@@ -134,9 +134,7 @@ QUANTIZERS: dict[str, Quantize] = {}  # values of the scheme's field `quantizer`
 CODES: dict[str, BlockCode] = {}  # values of the scheme's field `code`: how a message becomes bytes
 FAMILIES: dict[str, dict[str, Any]] = {}  # names without suffixes, and the fields that each sets
 SUFFIXES: list[Suffix] = []
-# Rules that take TCS's shared mask from something else than the last update. The key is a value of
-# the scheme's field `shared_from`, and the rule then replaces TCS. The core defines none; importing
-# tcs_lab.schemes adds "stale", "weights" and "random".
+# Rules that replace TCS in schemes whose field `shared_from` is their key. The core defines none.
 SHARED_FROM: dict[str, type[TCS]] = {}
 
 
@@ -732,9 +730,9 @@ def top_k_positions(
     values_D = numbers_D.numpy()
     if among_K is not None and len(among_K) >= k:
         near = among_K.numpy()
-        chosen, kth = _largest_by_numpy(abs(values_D[near]), k)
-        if kth > 0:  # otherwise zeros are chosen, and the first zeros may lie outside among_K
-            return torch.from_numpy(near[chosen])
+        found = near[_largest_by_numpy(abs(values_D[near]), k)]
+        if values_D[found].all():  # otherwise zeros are chosen; the first may lie outside among_K
+            return torch.from_numpy(found)
     excluded_D = None if taken_D is None else taken_D.numpy()
     floor = estimate_floor(values_D, k, excluded_D)
     for lowest in (floor, floor / 2, 0.0):
@@ -742,7 +740,7 @@ def top_k_positions(
         if len(near) >= k:
             break
     _check_k(k, len(near))
-    return torch.from_numpy(near[_largest_by_numpy(abs(values_D[near]), k)[0]])
+    return torch.from_numpy(near[_largest_by_numpy(abs(values_D[near]), k)])
 
 
 _PIECE = 1 << 17  # this many entries fit the cache of a CPU core
@@ -771,9 +769,7 @@ def _not_below(floor: float, values_D: np.ndarray, excluded_D: np.ndarray | None
 def estimate_floor(values_D: np.ndarray, k: int, excluded_D: np.ndarray | None = None) -> float:
     """Estimate a magnitude somewhat below the k-th largest from a sample of some 4,000 entries.
 
-    `top_k_positions` can then choose among the entries of at least this magnitude, which are few.
-    The estimate can be too high. If fewer than k entries reach it, `top_k_positions` tries lower
-    magnitudes.
+    The estimate can be too high: then `top_k_positions` tries lower magnitudes.
 
     `values_D` is a float32 array. Entries in the bool array `excluded_D` (D,) do not count. For a
     vector of fewer than 16,384 entries, or if the sample has too few entries for this k, returns
@@ -835,21 +831,19 @@ def _largest_by_topk(numbers_ND: Tensor, k: int) -> Tensor:
     # Of several entries equal to the k-th, topk returns any. Replace the n-th of them by the n-th
     # such entry of the whole row, so that lower indices win.
     is_tie_NK = largest_NK == kth_N
-    first_ties_NK = torch.stack([_first(is_tie_D, k) for is_tie_D in numbers_ND == kth_N])
+    # `nonzero_static` finds each row's first k ties without counting all of them on the host.
+    ties_NK = [
+        torch.nonzero_static(is_tie_D, size=k, fill_value=0).squeeze(1)
+        for is_tie_D in numbers_ND == kth_N
+    ]
+    first_ties_NK = torch.stack(ties_NK)
     nth_tie_NK = (is_tie_NK.cumsum(1) - 1).clamp_(min=0)  # before the first tie it is not used
     positions_NK = torch.where(is_tie_NK, first_ties_NK.gather(1, nth_tie_NK), positions_NK)
     return positions_NK.sort(1).values
 
 
-def _first(mask_D: Tensor, k: int) -> Tensor:
-    """Return the positions of a mask's first k ones, ascending, without counting the ones on the
-    host."""
-    return torch.nonzero_static(mask_D, size=k, fill_value=0).squeeze(1)
-
-
-def _largest_by_numpy(numbers_D: np.ndarray, k: int) -> tuple[np.ndarray, float]:
-    """Return the positions of the k >= 1 largest numbers, ascending, and the k-th largest
-    number."""
+def _largest_by_numpy(numbers_D: np.ndarray, k: int) -> np.ndarray:
+    """Return the positions of the k >= 1 largest numbers, ascending."""
     near, width = numbers_D, max(8 * k, 512)
     if len(near) > 4 * width:
         # The maxima of k columns are at least `bound`, so the k-th largest entry is, too.
@@ -865,7 +859,7 @@ def _largest_by_numpy(numbers_D: np.ndarray, k: int) -> tuple[np.ndarray, float]
         tied = numbers_D[chosen] == kth
         room = k - (len(chosen) - int(tied.sum()))
         chosen = chosen[~(tied & (tied.cumsum() > room))]
-    return chosen, float(kth)
+    return chosen
 
 
 _NOT_A_NUMBER = "the vector holds a NaN: its largest entries are not defined"
@@ -1008,7 +1002,7 @@ def _largest(magnitudes_D: Tensor, k: int) -> Tensor:
     values = magnitudes_D.numpy()
     if k == 1:  # of equal numbers, argmax returns the first
         return torch.from_numpy(values.argmax(0, keepdims=True))
-    return torch.from_numpy(_largest_by_numpy(values, k)[0])
+    return torch.from_numpy(_largest_by_numpy(values, k))
 
 
 # ══ 3. Positions on the wire: the sparse position code (Sec. II-E, Alg. 4) ════════════════════════
@@ -1419,10 +1413,10 @@ def _check_quantized(name: str, given: Any, count: int, intervals: int) -> None:
     if not two or not all(isinstance(part, Tensor) for part in given):
         raise ValueError(f"quantizer {name}: got {shorten(given)}, allowed: codes and means")
     codes, means = given
-    got = codes.dtype, tuple(codes.shape), means.dtype, tuple(means.shape)
-    fit = torch.int32, (count,), torch.float32, (intervals,)
+    got = tuple(codes.shape), codes.dtype, tuple(means.shape), means.dtype
+    fit = (count,), torch.int32, (intervals,), torch.float32
     if got != fit:
-        words = "codes {1} {0} and means {3} {2}"
+        words = "codes {} {} and means {} {}"
         allowed = words.format(*fit)
         raise ValueError(f"quantizer {name}: got {words.format(*got)}, allowed: {allowed}")
     if not is_on_cpu(codes) or not count:
@@ -1607,7 +1601,8 @@ def decode_message(
     kind, who, when, own = _check_header(data, wire.tag ^ mask_tag)
     dense = shared_K is None
     _expect("dense", kind == _DENSE, dense)
-    _expect("kind", kind, kind if kind <= _PLAIN else f"0 to {_PLAIN}")
+    if kind > _PLAIN:
+        raise ValueError(f"message: kind: got {kind}, allowed: 0 to {_PLAIN}")
     _expect("sender", who, sender)
     _expect("round", when, round)
     _expect("own positions", own, 0 if dense else count)
@@ -1722,16 +1717,16 @@ class BlockCode:
         that are not the code of such a message.
         """
         count = shared + own
-        block = block_for(own, wire.dimension)
-        places = position_bits(own, wire.dimension, block) if own else 0
-        coded = wire.value_bits * count if wire.intervals else 0
-        floats = 4 * (wire.intervals or count)
-        size = floats + -(-(coded + places) // 8)
+        length = block_code_bits(wire.value_bits, count, own, wire.dimension)
+        size = -(-length // 8)
         if len(code) != size:
             raise ValueError(f"message: got {len(code)} bytes of code, allowed: {size}")
-        bits = unpack_bits(code[floats:], coded + places)
+        floats = 4 * (wire.intervals or count)
+        coded = wire.value_bits * count if wire.intervals else 0
+        bits = unpack_bits(code[floats:], length - 8 * floats)
         positions = torch.empty(0, dtype=torch.int64, device="cpu")
         if own:
+            block = block_for(own, wire.dimension)
             positions = decode_positions(torch.from_numpy(bits[coded:]), wire.dimension, block)
         if not wire.intervals:
             return Message(floats_of(code[:floats], count), positions)
@@ -2023,10 +2018,10 @@ class RandK(MaskRule):
 @register_scheme("TCS")
 class TCS(MaskRule):
     """Time-correlated sparsification (the paper's Algorithm 2): the shared mask is S_top of the
-    last update. Its `positions` (int64, ascending) are None before the first update."""
+    last update."""
 
     keeps: tuple[str, ...] = ("positions", "magnitudes_K")
-    positions: Tensor | None = None  # of the shared mask; None before the first update
+    positions: Tensor | None = None  # of the shared mask, ascending; None before the first update
     # |last update| at `positions`, kept only after a round whose masks were larger than usual
     magnitudes_K: Tensor | None = None
     # Ascending positions outside of which the next update is 0. Only `tcs_hook` sets them.
@@ -2037,51 +2032,39 @@ class TCS(MaskRule):
         if not self.k_global:
             return super().shared_mask()
         if self.magnitudes_K is not None and len(self.magnitudes_K) > self.k_global:
-            self._shrink(self.magnitudes_K)
+            # Masks were larger until now, in a sparse warm-up. Keep the largest entries.
+            last_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
+            last_D[self.positions] = self.magnitudes_K
+            self.positions = self.select(last_D, self.k_global, self.scheme.phi_min_global)
+            self.magnitudes_K = last_D[self.positions] if self.mask_factor != 1 else None
         return self.positions
-
-    def _shrink(self, magnitudes_K: Tensor) -> None:
-        """Keep only the largest entries of the mask, because masks were larger until now, in a
-        sparse warm-up."""
-        last_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
-        last_D[self.positions] = magnitudes_K
-        fair = self.scheme.phi_min_global
-        self.positions = self.select(last_D, self.k_global, fair)
-        self.magnitudes_K = last_D[self.positions] if self.mask_factor != 1 else None
 
     def observe(self, update_D: Tensor) -> None:
         """Choose the next round's shared mask: S_top of the update (D,), line 5 of Algorithm 2.
 
-        If all entries of the update are zero, the mask stays as it is; if there is none yet, there
-        is still none.
+        If all entries of the update are zero, as after a step at rate 0, it does not say which
+        entries are large. Then the mask stays as it is; if there is none yet, there is still none.
         """
         if not self.k_global:
             return
         before_K, fair = self.positions, self.scheme.phi_min_global
         among_K, self.among_K = self.among_K, None
         chosen_K = self.select(update_D, self.k_global, fair, among_K=among_K)  # line 5
-        # An update that is all zero, as after a step at rate 0, says nothing about which entries
-        # are large, so the mask stays.
+        magnitudes_K = update_D[chosen_K].abs() if self.mask_factor != 1 else None
         if is_on_cpu(update_D):
-            # One nonzero entry shows that the update is not all zero. Usually the first one is
-            # nonzero, so the others need not be read.
-            first = chosen_K[:1]
-            if not update_D[first].any() and not update_D[chosen_K].any():
+            # Usually the first of these entries is nonzero, so that the others need not be read.
+            if not update_D[chosen_K[:1]].any() and not update_D[chosen_K].any():
                 return
-            magnitudes_K = update_D[chosen_K].abs() if self.mask_factor != 1 else None
+        elif before_K is None or len(before_K) != len(chosen_K):
+            if not _host_reads(update_D[chosen_K].any()):
+                return
         else:
-            magnitudes_K = update_D[chosen_K].abs()
-            is_update = magnitudes_K.any()
             # `where` chooses without making the host wait, but it needs masks of the same size.
-            if before_K is None or len(before_K) != len(chosen_K):
-                if not _host_reads(is_update):
-                    return
-            else:
-                chosen_K = torch.where(is_update, chosen_K, before_K)
-                if self.magnitudes_K is not None:
-                    magnitudes_K = torch.where(is_update, magnitudes_K, self.magnitudes_K)
-        self.positions = chosen_K
-        self.magnitudes_K = magnitudes_K if self.mask_factor != 1 else None
+            is_update = update_D[chosen_K].any()
+            chosen_K = torch.where(is_update, chosen_K, before_K)
+            if magnitudes_K is not None and self.magnitudes_K is not None:
+                magnitudes_K = torch.where(is_update, magnitudes_K, self.magnitudes_K)
+        self.positions, self.magnitudes_K = chosen_K, magnitudes_K
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError for a state that this rule cannot load."""
@@ -2151,15 +2134,10 @@ class Known:
     `wire_down` are the formats of messages (`Wire`).
 
     `status` says where the round stands. It is one of the strings "closed", "open" and "averaged",
-    which are also the constants tcs_core.CLOSED, OPEN and AVERAGED. These methods set it:
-
-    - `begin` sets "open". It is refused unless the last round is closed.
-    - `Server.average` sets "averaged", after which the server refuses further messages. If a client
-      has a separate `Known`, its status goes from "open" to "closed" directly.
-    - `observe` closes the round with its update. It is refused if no round is open.
-    - `lose` closes a round whose average is not used. It is never refused: if no round is open, the
-      number of the next one is skipped.
-    - `load_state_dict` discards an open round.
+    which are also the constants tcs_core.CLOSED, OPEN and AVERAGED. `begin` sets "open", and
+    `Server.average` sets "averaged", after which the server refuses further messages. `observe`,
+    `lose` and `load_state_dict` set "closed". If a client has a separate `Known`, its status goes
+    from "open" to "closed" directly.
     """
 
     def __init__(
@@ -2313,8 +2291,7 @@ class Known:
         `require_finite` has raised the error already, and flags are not read.
 
         Returns how many entries of the mask `counted_D` (D,) are set, or 0 without a mask.
-        `Link.to_clients` needs this number for the length of the server's message. It is counted
-        here so that, on a GPU, the host waits only once for the flags and the number.
+        `Link.to_clients` needs this number for the length of the server's message.
         """
         # On a GPU this is the round's only wait for values, which is why the flags and the count
         # are read together. An ordinary round does not wait anywhere else. Layer-wise fairness,
@@ -2807,9 +2784,6 @@ class Downlink(Client):
         super().__init__(known, 0, errors_D)
         self.number = SERVER  # which is not a client's number, so `Client` would refuse it
         self.value_bits, self.quantizer = known.scheme.down_value_bits, known.scheme.down_quantizer
-        # Where clients sent entries outside the shared mask, bool (D,), as given to `reply_to`.
-        # It is `Server.explored_D`, which is cleared after the round. Before the first: (0,).
-        self.explored_D = known.shared_D[:0]
 
     def reply_to(self, update_D: Tensor, explored_D: Tensor) -> Message:
         """Make the server's message for an update (D,), and subtract its values from the server's
@@ -2820,15 +2794,19 @@ class Downlink(Client):
         server's own positions. Raises NotFiniteError if the sum of errors and update overflows;
         then the errors become 0.
         """
-        self.explored_D, before_D = explored_D, self.errors_D
+        known, before_D = self.known, self.errors_D
+        follows_clients = known.scheme.phi_down is None and not known.dense
+        own_K = mask_to_positions(explored_D) if follows_clients else None
         try:
-            message = self.message_of(update_D)
+            message = self.message_from(self.intended(update_D), own_K)
+            self.arrived()
+            known.check_flags()  # on a GPU, whether the errors overflowed
         except NotFiniteError:
-            # `message_of` has reset the new errors if they overflowed. A `Compressor` restores the
-            # old ones, which would overflow again in the next round, so they are reset, too.
+            # A `Compressor` restores the old errors, which would overflow again in the next round,
+            # so they are reset, too.
+            self.forget_overflow()
             cast(Tensor, before_D).zero_()
             raise
-        self.arrived()
         return message
 
     def intended(self, delta_D: Tensor) -> Tensor:
@@ -2837,16 +2815,14 @@ class Downlink(Client):
         return self.errors_D
 
     def own_positions(self, intended_D: Tensor) -> Tensor:
-        """Return the positions outside the shared mask that the server sends.
+        """Return the positions outside the shared mask that the server chooses with `phi_down`,
+        from which their number follows.
 
-        With `phi_down`, their number follows from it. In a round without a shared mask, there are
-        k_global more, as many as the shared mask would have.
+        In a round without a shared mask, there are k_global more, as many as the shared mask would
+        have.
         """
-        known, phi_down = self.known, self.known.scheme.phi_down
-        if phi_down is None:
-            return mask_to_positions(self.explored_D)
-        rule, shared = known.rule, len(known.shared_K)
-        k = rule.size(phi_down, known.dimension - rule.k_global)
+        known, rule, shared = self.known, self.known.rule, len(self.known.shared_K)
+        k = rule.size(known.scheme.phi_down, known.dimension - rule.k_global)
         k = min(k + (0 if shared else rule.k_global), known.dimension - shared)
         mask = rule.own_mask(intended_D, known.shared_D, k)
         return known.positions_of(mask, known.shared_D)
@@ -2961,19 +2937,11 @@ class Server:
         update_D = self.average()
         try:
             self.known.check_flags()
+            reply = self.reply(update_D)
         except NotFiniteError:
             self.drop()
             raise
-        before_D = None if self.downlink is None else self.downlink.errors_D
-        reply = self.reply(update_D)
         if self.downlink is not None:
-            try:
-                self.known.check_flags()  # on a GPU, whether the downlink's errors overflowed
-            except NotFiniteError:
-                if before_D is not None:
-                    before_D.zero_()  # as `Downlink.reply_to` does on a CPU
-                self.drop()
-                raise
             update_D = self.known.expand_message(reply)
         self.drop()
         return update_D, reply
@@ -3084,27 +3052,20 @@ class Link:
         known = server.known
         plain = server.downlink is None and type(server).finish is Server.finish
         if self.channel is None and plain and known.scheme.code == "block":
-            return self._count_reply(server)
+            # `Server.finish` without the reply, whose length follows from the number of its values
+            update_D = server.average()
+            explored = known.check_flags(None if known.dense else server.explored_D)
+            server.drop()
+            if known.dense:
+                return update_D, 32 * known.dimension
+            bits, count = known.wire_down.value_bits, len(known.shared_K) + explored
+            return update_D, block_code_bits(bits, count, explored, known.dimension)
         update_D, reply = server.finish()
         bits = message_bits(reply, known.wire_down)
         if self.channel is not None:
             data = self.channel(SERVER, known.to_bytes(reply))
             update_D = known.expand_message(known.from_bytes(data, SERVER))
         return update_D, bits
-
-    @staticmethod
-    def _count_reply(server: Server) -> tuple[Tensor, int]:
-        """Do what `Server.finish` does, but only count the bits of the reply.
-
-        Return the average and the number of bits.
-        """
-        known, update_D = server.known, server.average()
-        explored = known.check_flags(None if known.dense else server.explored_D)
-        server.drop()
-        if known.dense:
-            return update_D, 32 * known.dimension
-        values, value_bits = len(known.shared_K) + explored, known.wire_down.value_bits
-        return update_D, block_code_bits(value_bits, values, explored, known.dimension)
 
 
 def unchanged(sender: int, data: bytes) -> bytes:
@@ -3229,9 +3190,8 @@ class Compressor:
         if tuple(_check_tensor("deltas_ND", deltas_ND).shape) != expected:
             raise ValueError(f"deltas_ND: got shape {tuple(deltas_ND.shape)}, allowed: {expected}")
         chosen = self.check_clients(clients)
-        deltas = dict[int, Tensor]()
-        for n in chosen:  # check all differences before anything is changed
-            deltas[n] = self.clients[n].check_difference(deltas_ND[n])
+        # All differences are checked before anything is changed.
+        deltas = {n: self.clients[n].check_difference(deltas_ND[n]) for n in chosen}
         return self._round(deltas.__getitem__, chosen, dense)
 
     def round(
@@ -3360,12 +3320,9 @@ class Compressor:
         """Undo round t, which failed with `error` before any message was acknowledged.
 
         `before` has the attributes of the rule, the server and its downlink, which are restored.
-        The round counts as lost. Clients' errors are not restored: they hold everything that the
-        clients meant to send, except that errors which have overflowed become 0. If it was at the
-        server that numbers have overflowed, the clients in `heard` forget what they meant to send,
-        since its sum would overflow in every later round, too. A note is added to the error, which
-        names the round and, unless the error does so already, the client whose message was being
-        made (`asked`).
+        The docstring of `round` says what becomes of the errors of all clients, and of those in
+        `heard`. A note is added to the error, which names the round and, unless the error does so
+        already, the client whose message was being made (`asked`).
         """
         # `before` holds no copies of tensors, since the rule and the downlink replace their tensors
         # and never change them in place. Of the server's tensors, `sum_D` is a new one in each
@@ -3472,11 +3429,12 @@ class Compressor:
         check_state_version("state of Compressor", state)
         wanted = dict.fromkeys(("version", "known", "clients", "server"))
         check_same_state("state of Compressor", dict.fromkeys(state), wanted)
-        if not isinstance(state["clients"], list) or len(state["clients"]) != len(self.clients):
-            got = len(state["clients"]) if isinstance(state["clients"], list) else "no list"
+        states = state["clients"]
+        got = len(states) if isinstance(states, list) else "no list"
+        if got != len(self.clients):
             raise ValueError(f"state: clients: got {got}, allowed: {len(self.clients)}")
         self.known.check_state(state["known"])
-        for client, own_state in zip(self.clients.values(), state["clients"], strict=True):
+        for client, own_state in zip(self.clients.values(), states, strict=True):
             client.check_state(own_state)
         self.server.check_state(state["server"])
 
