@@ -4952,8 +4952,9 @@ class TCSState:
     backward pass finds the parameters unchanged.
 
     Masks are chosen per bucket, so that buckets are sent while the backward pass is still running.
-    If `bucket_cap_mb` is large enough for the whole model, there is one bucket, and the selection
-    is that of the paper's Algorithm 2.
+    (On a GPU, by our reading of PyTorch's code, the rest of the backward pass waits for each bucket
+    of a sparse step. We have not measured this.) If `bucket_cap_mb` is large enough for the whole
+    model, there is one bucket, and the selection is that of the paper's Algorithm 2.
 
     Attributes
 
@@ -5182,10 +5183,8 @@ class TCSState:
         }
         saved_rank, saved_ranks = self._saved_by.values()
         zero = {  # must be 0: is a loaded state the one that this rank saved?
-            "has loaded the state of another rank": 0 if saved_rank is None else saved_rank - rank,
-            "has loaded a state of another world size": 0
-            if saved_ranks is None
-            else saved_ranks - ranks,
+            "has loaded the state of another rank": saved_rank not in (None, rank),
+            "has loaded a state of another world size": saved_ranks not in (None, ranks),
         }
         numbers = torch.tensor([*alike.values(), *zero.values()], device=device)
         gathered = [torch.empty_like(numbers) for _ in range(ranks)]
@@ -5384,7 +5383,6 @@ class Before(NamedTuple):
     """A backup for `undo`: the values that everything had before step `iter`."""
 
     iter: int
-    round: int
     positions_K: Tensor | None  # the shared mask
     errors_D: Tensor | None  # None if the step does not change them
     momentum_D: Tensor | None  # None without momentum
@@ -5404,14 +5402,12 @@ class BucketClient(Client):
     versions_tell = False  # a version counter has advanced at least once
     sums: Tensor | None = None  # sums of the parameters then, until a version counter has advanced
 
-    def __init__(self, known: Known, momentum: float = 0.0):
+    def __init__(self, known: Known, momentum: float):
         zero = torch.zeros(1, dtype=torch.float32, device=known.device)
         zeros_D = zero.expand(known.dimension)  # no memory until it is used
         super().__init__(known, errors_D=zeros_D if known.scheme.keeps_errors else None)
-        self.momentum, self.momentum_D = momentum, None
-        if momentum:
-            size, device = known.dimension, known.device
-            self.momentum_D = torch.zeros(size, dtype=torch.float32, device=device)
+        self.momentum = momentum
+        self.momentum_D = zeros_D.clone() if momentum else None
 
     def accumulated(self, gradient_D: Tensor) -> Tensor:
         """Return the gradient (D,). With momentum, return a new float32 vector: the gradient plus
@@ -5435,20 +5431,18 @@ class BucketClient(Client):
         errors_D = _copy_of(self.errors_D if sparse else None, last and last.errors_D)
         momentum_D = _copy_of(self.momentum_D, last and last.momentum_D)
         positions_K = cast(TCS, self.known.rule).positions
-        self.before = Before(iter, self.known.round, positions_K, errors_D, momentum_D)
+        self.before = Before(iter, positions_K, errors_D, momentum_D)
 
     def go_back(self, iter: int) -> None:
         """Restore the values from before the step `iter`, if this bucket was part of that step."""
         before, self.before, self.counted = self.before, None, None
         if before is None or before.iter != iter:
             return
-        known = self.known
-        known.status, known.round = CLOSED, before.round
-        cast(TCS, known.rule).positions = before.positions_K
+        self.known.lose()  # if the step was abandoned, its round is still open
+        cast(TCS, self.known.rule).positions = before.positions_K
         if before.errors_D is not None:
             self.errors_D = before.errors_D
         self.momentum_D = before.momentum_D
-        self.in_flight = None
 
 
 def _copy_of(tensor: Tensor | None, memory: Tensor | None) -> Tensor | None:
@@ -5468,16 +5462,6 @@ class UnderWay(NamedTuple):
     summed: Tensor  # shares on the shared mask, then flags
     packed: Tensor  # int32, this rank's own positions, then the bits of its values
     gathered: list[Tensor]  # `packed` of every rank
-
-    def use_on_this_stream(self) -> None:
-        """Tell PyTorch's allocator that a GPU's current stream uses these tensors.
-
-        They were made on the stream of the backward pass, and `_average` runs on another one. Once
-        they are deleted, their memory could otherwise be given away before it has been read.
-        """
-        for tensor in (self.is_used, self.is_finite, self.summed, self.packed, *self.gathered):
-            if tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _check_caller(state: TCSState, bucket: Any, others: tuple[Any, ...]) -> None:
@@ -5556,13 +5540,7 @@ def _dense_average(
         torch.where(counts, client.accumulated(buffer), before_D, out=before_D)
         update_D = buffer.copy_(update_D)
     numbers_D = update_D.float()
-    if not gives_mask:
-        is_finite = False
-    elif is_on_cpu(numbers_D):
-        is_finite = _all_finite(numbers_D)
-    else:
-        is_finite = _host_reads(numbers_D.isfinite().all())
-    if is_finite:
+    if gives_mask and _host_reads(numbers_D.isfinite().all()):
         known.observe(numbers_D)
     else:
         known.lose()
@@ -5619,7 +5597,6 @@ def _average(step: UnderWay, done: list[torch.futures.Future]) -> Tensor:
     """Step 5: return the average of all ranks, in the bucket's buffer."""
     for future in done:
         future.wait()
-    step.use_on_this_stream()
     client, buffer, known = step.client, step.buffer, step.client.known
     shared_K = known.shared_K
     sums_K, flags = step.summed.split([len(shared_K), len(step.summed) - len(shared_K)])
@@ -5633,14 +5610,13 @@ def _average(step: UnderWay, done: list[torch.futures.Future]) -> Tensor:
     counts_L = (flags[:-1] > 0) & ~void
     client.counted = counts_L.any() & step.is_used
     may_be_void = not is_on_cpu(void) or bool(void)  # on a GPU the host does not read `void`
-    all_count = is_on_cpu(void) and bool(counts_L.all())
-    counted = _everything if all_count else _counting(known, counts_L)
+    only_L = None if is_on_cpu(void) and bool(counts_L.all()) else counts_L  # None: all count
 
     # 5.2. Line 13. A void step leaves the errors as they were before it, except for rounding.
     sent_K = torch.cat([shared_K, step.packed[: len(step.packed) // 2].long()])  # by this rank
-    _take_out_of_errors(step, sent_K, counted)
+    _take_out_of_errors(step, sent_K, only_L)
     if client.momentum_D is not None:
-        _keep_momentum(step, sent_K, counts_L, all_count)
+        _keep_momentum(step, sent_K, only_L)
     elif may_be_void:
         client.withdraw(torch.where(void & step.is_finite, buffer.float(), 0.0))
     if may_be_void:
@@ -5650,8 +5626,8 @@ def _average(step: UnderWay, done: list[torch.futures.Future]) -> Tensor:
     fits = buffer.dtype == torch.float32
     update_D = buffer.zero_() if fits else torch.zeros_like(buffer, dtype=torch.float32)
     for positions_K, values_K in explored:
-        update_D.index_add_(0, positions_K, counted(values_K, positions_K))
-    update_D.index_copy_(0, shared_K, counted(sums_K.float(), shared_K))
+        update_D.index_add_(0, positions_K, _counted(known, only_L, values_K, positions_K))
+    update_D.index_copy_(0, shared_K, _counted(known, only_L, sums_K.float(), shared_K))
 
     # 5.4. The next shared mask. A void step's average is all zero, and then `TCS.observe` keeps the
     # old mask. The host gives the step up itself where it can read `void` without waiting, and
@@ -5660,33 +5636,26 @@ def _average(step: UnderWay, done: list[torch.futures.Future]) -> Tensor:
     if looks and _host_reads(void):
         known.lose()
     else:
-        rule = cast(TCS, known.rule)
-        rule.among_K = _merged(shared_K, [positions_K for positions_K, _ in explored])
+        cast(TCS, known.rule).among_K = _merged(shared_K, [own_K for own_K, _ in explored])
         known.observe(update_D)
     if may_be_void:
         update_D.masked_fill_(void, math.nan)
     return buffer if fits else buffer.copy_(update_D)
 
 
-def _everything(values_K: Tensor, positions_K: Tensor) -> Tensor:
-    """Return all values, for a bucket in which every parameter counts."""
-    return values_K
+def _counted(known: Known, only_L: Tensor | None, values_K: Tensor, positions_K: Tensor) -> Tensor:
+    """Return values, with 0 at positions in parameters that do not count. `only_L` (L,) bool says
+    which parameters count; None means all."""
+    if only_L is None:
+        return values_K
+    ends_L = torch.tensor(list(accumulate(known.layer_sizes)), device="cpu")
+    # A copy that is not `non_blocking` would make the host wait.
+    ends_L = ends_L.to(positions_K.device, non_blocking=True)
+    parameters_K = torch.searchsorted(ends_L, positions_K, right=True)
+    return torch.where(only_L[parameters_K], values_K, 0.0)
 
 
-def _counting(known: Known, counts_L: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function of values and positions, which sets the values of parameters that do not
-    count to 0."""
-
-    def counted(values_K: Tensor, positions_K: Tensor) -> Tensor:
-        parameters_K = _parameters_at(positions_K, known.layer_sizes)
-        return torch.where(counts_L[parameters_K], values_K, 0.0)
-
-    return counted
-
-
-def _take_out_of_errors(
-    step: UnderWay, sent_K: Tensor, counted: Callable[[Tensor, Tensor], Tensor]
-) -> None:
+def _take_out_of_errors(step: UnderWay, sent_K: Tensor, only_L: Tensor | None) -> None:
     """Line 13: subtract what this rank's shares contributed from its errors, at its positions.
 
     What was lost by rounding stays there and is sent later.
@@ -5696,12 +5665,12 @@ def _take_out_of_errors(
         return
     meant_K = client.errors_D.index_select(0, sent_K)
     received_K = _shares(meant_K, ranks, step.buffer.dtype).float() * ranks
-    own_K = sent_K[len(client.known.shared_K) :]
+    received_K = _counted(client.known, only_L, received_K, sent_K)
     client.in_flight = InFlight(client.known.round, sent_K, meant_K, meant_K, False)
-    client.arrived(Message(counted(received_K, sent_K), own_K))
+    client.arrived(Message(received_K, sent_K[len(client.known.shared_K) :]))
 
 
-def _keep_momentum(step: UnderWay, sent_K: Tensor, counts_L: Tensor, all_count: bool) -> None:
+def _keep_momentum(step: UnderWay, sent_K: Tensor, only_L: Tensor | None) -> None:
     """Store what was accumulated in this step, with 0 at `sent_K`, where this rank has sent it.
 
     Parameters that do not count, which after a void step are all, keep their momentum from before
@@ -5709,10 +5678,10 @@ def _keep_momentum(step: UnderWay, sent_K: Tensor, counts_L: Tensor, all_count: 
     """
     client, sizes = step.client, step.client.known.layer_sizes
     accumulated_D, before_D = client.accumulated(step.buffer), cast(Tensor, client.momentum_D)
-    if all_count:
+    if only_L is None:
         client.momentum_D = accumulated_D.index_fill_(0, sent_K, 0.0)
         return
-    counts_D = torch.cat([c.expand(size) for c, size in zip(counts_L, sizes, strict=True)])
+    counts_D = torch.cat([c.expand(size) for c, size in zip(only_L, sizes, strict=True)])
     client.withdraw(torch.where(counts_D | ~step.is_finite, 0.0, accumulated_D))
     accumulated_D.index_fill_(0, sent_K, 0.0)
     torch.where(counts_D, accumulated_D, before_D, out=before_D)
@@ -5729,14 +5698,6 @@ def _merged(shared_K: Tensor, explored: list[Tensor]) -> Tensor | None:
     all_K = np.sort(np.concatenate([part.numpy() for part in (shared_K, *explored)]), kind="stable")
     # Several ranks may have sent the same position.
     return torch.from_numpy(all_K[np.diff(all_K, prepend=-1) > 0])
-
-
-def _parameters_at(positions_K: Tensor, sizes: list[int]) -> Tensor:
-    """Return the number of the parameter that each position belongs to, int64 (K,)."""
-    ends_L = torch.tensor(list(accumulate(sizes)), device="cpu")
-    # A copy that is not `non_blocking` would make the host wait.
-    ends_L = ends_L.to(positions_K.device, non_blocking=True)
-    return torch.searchsorted(ends_L, positions_K, right=True)
 
 
 def _forget_overflow_if(void: Tensor, errors_D: Tensor | None) -> None:

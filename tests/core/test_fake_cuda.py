@@ -219,17 +219,12 @@ def test_a_step_of_the_hook_stays_on_its_device_and_looks_at_no_value(
     state._agreed = True  # else it reads what the other ranks say
     parameters = [torch.zeros(600), torch.zeros(400)]
     monkeypatch.setattr(tcs, "_host_reads", lambda flag: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the callback's")
-    recorded = []  # what another stream than its own uses
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *both: recorded.append(both))
     for _ in range(5):
         for p in parameters:
             bucket = Bucket(torch.ones(len(p), dtype=dtype), [p], last=p is parameters[-1])
             out = tcs.tcs_hook(state, bucket).wait()
             assert out.device.type == "cuda" and out.dtype == dtype
     assert state.iter == 5 and not next(iter(state._buckets.values())).known.dense
-    # in three sparse steps of two buckets: two flags, what is summed, and what is gathered, from where
-    assert len(recorded) == 3 * 2 * 5 and {stream for _, stream in recorded} == {"the callback's"}
     found = tensors_of(state.state_dict()["parameters"])
     assert len(found) == (6 if momentum else 4) and {t.device.type for t in found} == {"cuda"}
 
