@@ -88,7 +88,6 @@ import copy
 import dataclasses
 import inspect
 import math
-import operator
 import re
 import struct
 import sys
@@ -3495,8 +3494,7 @@ def _check_weights(
 # ══ 7. The federation: local training, FedAvg, global momentum (Alg. 1, 3) ════════════════════════
 #    `Federation` does the training, round by round; `LocalTrainer` does a client's part of a round.
 #    Clients take turns on one module: a client's difference is computed, compressed, sent and then
-#    discarded. A round changes the module's parameters and the norms' running statistics. Modes and
-#    gradients are restored at its end.
+#    discarded.
 
 
 class Phase(NamedTuple):
@@ -3621,7 +3619,7 @@ class Federation:
         if not callable(loss) or isinstance(loss, nn.modules.loss._Loss):
             way = "lambda model, batch: nn.CrossEntropyLoss()(model(batch[0]), batch[1])"
             _refuse("loss", loss, f"a function of the model and a batch, such as {way}")
-        seed, weight_decay = _number(seed), _number(weight_decay)
+        seed, weight_decay = _check_whole("seed", seed, 0, 2**64 - 1), _number(weight_decay)
         self.scheme, self._schedule = _scheme(scheme), schedule
         self.feed = feed if hasattr(feed, "batch") else Feed(feed, seed)
         if not hasattr(self.feed, "clients"):
@@ -3630,7 +3628,6 @@ class Federation:
                 f"feed: got a {type(feed).__name__} without `clients`, allowed: {allowed}"
             )
         self.clients = _check_whole("feed: clients", self.feed.clients, 1, SERVER)
-        _check_whole("seed", seed, 0, 2**64 - 1)
         _check_optimizers(self.scheme, schedule, weight_decay, local_optimizer, server_optimizer)
         self.trainer = (trainer or LocalTrainer)(
             model, self.feed, self.scheme, loss=loss, weight_decay=weight_decay,
@@ -3683,6 +3680,7 @@ class Federation:
         """
         chosen = self.compressor.check_clients(clients)
         self._check_usable("round")
+        self._check_not_shown("round")
         self.trainer.read_module()
         phase, t = self.schedule(self.t), self.t
         if self.scheme.error_unit == "gradient" and phase.eta and self.momentum_D is None:
@@ -3716,14 +3714,10 @@ class Federation:
         return update_D
 
     def schedule(self, t: int) -> Phase:
-        """Return the `Phase` of round t. Without a schedule, its `eta` is NaN, which means that the
-        local optimizer keeps its own rate.
-
-        A schedule must give a finite learning rate >= 0, or a Phase with such a rate. Otherwise,
-        this raises ValueError.
-        """
+        """Return the `Phase` of round t. Raises ValueError for a rate or a flag that `Phase` does
+        not allow."""
         if self._schedule is None:
-            return Phase(math.nan)  # the optimizer keeps its rate
+            return Phase(math.nan)  # the local optimizer keeps its own rate
         found = self._schedule(t) if callable(self._schedule) else self._schedule
         phase = found if isinstance(found, Phase) else Phase(found)
         eta = _number(phase.eta)
@@ -3772,14 +3766,17 @@ class Federation:
             _descend(theta_D, self.momentum_D, eta, out=theta_D)  # Alg. 3, line 8
         self.trainer.put_theta()
 
-    def _check_usable(self, what: str, shown: bool = False) -> None:
-        """Raise ValueError after an interrupted round or, unless `shown`, inside of `evaluated`."""
+    def _check_usable(self, what: str) -> None:
+        """Raise ValueError after an interrupted round."""
         if not self.is_whole:
             got = f"{what}: round {self.t - 1} was interrupted while theta moved, and is half done"
             raise ValueError(
                 f"{got}, allowed: load_state_dict of a saved state, or a new Federation"
             )
-        if self._hidden_S is not None and not shown:
+
+    def _check_not_shown(self, what: str) -> None:
+        """Raise ValueError inside of `evaluated`."""
+        if self._hidden_S is not None:
             raise ValueError(f"{what}: got called inside `evaluated`, allowed: after its block")
 
     # Evaluation.
@@ -3795,7 +3792,7 @@ class Federation:
         others, give them as `statistics_S` (S,), such as a row of `statistics_NS`. Afterwards modes
         and statistics are restored. Inside, `round` and `load_state_dict` raise ValueError.
         """
-        self._check_usable("evaluated", shown=True)
+        self._check_usable("evaluated")
         modules = list(self.model.modules())
         modes = [m.training for m in modules]
         buffers, before_S = self.flat.statistics_buffers(), self._hidden_S
@@ -3817,7 +3814,7 @@ class Federation:
     def averaged_state_dict(self) -> dict[str, Any]:
         """Return a copy of the module's state, in which normalization layers have averaged running
         statistics. Save it for later use of the model."""
-        self._check_usable("averaged_state_dict", shown=True)
+        self._check_usable("averaged_state_dict")
         buffers = self.flat.statistics_buffers()
         if self._hidden_S is not None:
             self.flat.lend(list(self._hidden_S.split(self.flat.norm_sizes)))
@@ -3835,7 +3832,7 @@ class Federation:
         module since the last round. It does not include buffers that are not persistent, nor the
         module's `get_extra_state`.
         """
-        self._check_usable("state_dict", shown=True)
+        self._check_usable("state_dict")
         # inside `evaluated`, the module has averaged statistics, which must not be read
         self.trainer.read_module(statistics=self._hidden_S is None)
         server = self.server_optimizer
@@ -3881,10 +3878,7 @@ class Federation:
 
         Raises ValueError, with nothing changed, for a state of another scheme, seed or model.
         """
-        if self._hidden_S is not None:
-            raise ValueError(
-                "load_state_dict: got called inside `evaluated`, allowed: after its block"
-            )
+        self._check_not_shown("load_state_dict")
         self.flat.check_unchanged()
         made = self._check_state(state)
         pairs = [(optimizer, state["optimizers"][n]) for n, optimizer in made.items()]
@@ -4104,7 +4098,7 @@ class LocalTrainer:
                 with torch.cuda.device(self.flat.device):  # manual_seed means the current GPU
                     torch.cuda.manual_seed(seed)
         for tau in range(self.scheme.local_steps):
-            versions = list(map(_VERSION, self.flat.parameters))
+            versions = [p._version for p in self.flat.parameters]
             loss = self.loss(self.model, self.feed.batch(n, t, tau))
             if not isinstance(loss, Tensor) or loss.dim():
                 kind = type(loss).__name__
@@ -4126,21 +4120,17 @@ class LocalTrainer:
     def _check_step(self, versions: list[int]) -> None:
         """Raise ValueError after a backward pass that left no gradient or, with plain SGD, a
         forward pass that changed parameters."""
-        parameters = self.flat.parameters
-        for p in parameters:
-            if p.grad is not None:
-                break
-        else:
+        if all(p.grad is None for p in self.flat.parameters):
             what = "got one after whose backward() no trained parameter has a gradient"
             way = "a loss that is computed from the module that the function is called with"
             raise ValueError(f"loss: {what}, allowed: {way}")
-        now = list(map(_VERSION, parameters))
-        if self.local_optimizer is not None or now == versions:
+        if self.local_optimizer is not None:
             return
-        at = next(i for i, version in enumerate(versions) if now[i] != version)
-        what = f"{self.flat.names[at]}: changes in the forward pass"  # an embedding with max_norm
-        way = "with local_optimizer=torch.optim.SGD, which goes on from there"
-        raise ValueError(f"model: {what}, allowed: {way}")
+        for name, p, version in zip(self.flat.names, self.flat.parameters, versions, strict=True):
+            if p._version != version:
+                what = f"{name}: changes in the forward pass"  # an embedding with max_norm
+                way = "with local_optimizer=torch.optim.SGD, which goes on from there"
+                raise ValueError(f"model: {what}, allowed: {way}")
 
     # The module during a round.
 
@@ -4178,10 +4168,10 @@ class LocalTrainer:
         and the clients' statistics are restored, too. Torch's random state is restored in any case.
         """
         modules, buffers = list(self.model.modules()), self.flat.statistics_buffers()
-        modes = list(map(_TRAINING, modules))
+        modes = [m.training for m in modules]
         if self.model.training or len(self._modes) != len(modes):
             self._modes = _training_modes(self.model)
-        gradients = list(map(_GRADIENT, self.flat.parameters))
+        gradients = [p.grad for p in self.flat.parameters]
         devices = [self.flat.device] if self.flat.device.type == "cuda" else []
         before_NS = self.statistics_NS.clone()
         try:
@@ -4228,10 +4218,6 @@ class LocalTrainer:
         memory."""
         self.__dict__ |= state
         self.make_views()
-
-
-# Functions that read a parameter's version counter or gradient, or a module's mode, for `map`.
-_VERSION, _GRADIENT, _TRAINING = map(operator.attrgetter, ("_version", "grad", "training"))
 
 
 class FlatView:
@@ -4327,17 +4313,10 @@ class FlatView:
         "Before" means when this object was made. Shapes, strides, types and devices are compared,
         too. The error names the parameter that differs.
         """
-        now, kinds, norms = dict[Any, None](), [], []
-        for module in self.model.modules():  # one loop, since this is checked in every round
-            for p in module._parameters.values():
-                if p is not None and p.requires_grad and p.numel():
-                    now[p] = None  # a tied parameter counts once
-            if isinstance(module, _NORMS) and module._buffers.get("running_mean") is not None:
-                norms.append(module)
-        for p in now:
-            kinds.append((p.shape, p.stride(), p.dtype, p.device))
-        same = all(map(operator.is_, chain(now, norms), chain(self.parameters, self.norms)))
-        if same and kinds == self.kinds and len(norms) == len(self.norms):
+        now = [*trained_parameters(self.model).values(), *_norms(self.model)]
+        same = list(map(id, now)) == list(map(id, [*self.parameters, *self.norms]))
+        kinds = [(p.shape, p.stride(), p.dtype, p.device) for p in self.parameters]
+        if same and kinds == self.kinds:
             return
         name, got, allowed = self._change()
         way = "to continue with other parameters, make a new Federation of the module"
@@ -4446,25 +4425,24 @@ def _all_of(order: Iterable[int], dimensions: int) -> list[int]:
     return [d for d in range(dimensions) if d not in order] + order
 
 
-_NORMS = nn.modules.batchnorm._NormBase  # batch norms and others that keep running statistics
-
-
 def _check_norm(norm: Any) -> None:
     """Raise ValueError for a norm whose running statistics cannot be averaged."""
     if norm.momentum is None:
         raise ValueError("model: a norm's momentum: got None, allowed: a number, as 0.1")
-    mean = norm.running_mean
-    if nn.parameter.is_lazy(mean):
+    if nn.parameter.is_lazy(norm.running_mean):
         way = "after one batch has passed through the model, which gives it its shape"
         raise ValueError(f"model: got a norm without a shape, allowed: {way}")
-    if mean.dtype != torch.float32:
-        way = "torch.float32 (keep norms in float32, also frozen ones, and use autocast)"
-        raise ValueError(f"model: a norm's running statistics: got {mean.dtype}, allowed: {way}")
+    for statistic in (norm.running_mean, norm.running_var):
+        if statistic.dtype != torch.float32:
+            got = f"a norm's running statistics: got {statistic.dtype}"
+            way = "torch.float32 (keep norms in float32, also frozen ones, and use autocast)"
+            raise ValueError(f"model: {got}, allowed: {way}")
 
 
 def _norms(model: nn.Module) -> list[Any]:
     """Return a module's norms with running statistics."""
-    found = (m for m in model.modules() if isinstance(m, _NORMS))
+    kind = nn.modules.batchnorm._NormBase  # batch norms and others that keep running statistics
+    found = (m for m in model.modules() if isinstance(m, kind))
     return [m for m in found if m._buffers.get("running_mean") is not None]
 
 
@@ -4530,11 +4508,12 @@ class Feed:
         counted from 0, and a `Feed` uses neither of them to choose the batch.
 
         Raises ValueError if the client's iterable gives no batch. If the iterable raises, the next
-        call begins its pass again, and skips the batches that were given.
+        call begins its pass again and skips the batches that were given, as after a resume. (So a
+        batch that always fails stops the client. An iterator cannot begin again, and goes on.)
         """
         running = self._running[n]
         if running is None and self.given[n]:  # a loaded state continues in the middle of a pass
-            running = self._begin_pass(n, skip=self.given[n])
+            running = self._begin_pass(n, self.passes[n], skip=self.given[n])
         try:
             batch = _END if running is None else next(running, _END)
         except BaseException:
@@ -4542,8 +4521,7 @@ class Feed:
                 self._running[n] = None  # begin this pass again, and skip what was given
             raise
         if batch is _END:
-            self.passes[n], self.given[n] = self.passes[n] + 1, 0
-            batch = next(self._begin_pass(n), _END)
+            batch = next(self._begin_pass(n, self.passes[n] + 1), _END)
         if batch is _END:
             what = "its iterable has ended, or is empty"
             if getattr(self.sources[n], "drop_last", False):
@@ -4554,14 +4532,15 @@ class Feed:
         self.given[n] += 1
         return batch
 
-    def _begin_pass(self, n: int, skip: int = 0) -> Iterator[Any]:
-        """Begin a pass over client n's batches, and skip the first `skip` of them."""
+    def _begin_pass(self, n: int, number: int, skip: int = 0) -> Iterator[Any]:
+        """Begin client n's pass of this number, counted from 1, and skip the first `skip` batches.
+        If the iterable raises, nothing is changed."""
         # The last number makes this seed differ from that of a round with the pass's number.
-        source, seed = self.sources[n], random_seed(self.seed, self.passes[n], n, 1)
+        source, seed = self.sources[n], random_seed(self.seed, number, n, 1)
         parts = _parts_of(source)
         for part in parts:
             if callable(tell := getattr(part, "set_epoch", None)):
-                tell(self.passes[n] - 1)
+                tell(number - 1)
         with torch.random.fork_rng(devices=[]):
             if self._running[n] is None and getattr(source, "persistent_workers", False):
                 iter(source)  # the first iterator of such a loader draws one number more
@@ -4571,11 +4550,10 @@ class Feed:
                     generator.manual_seed(seed)
             running = iter(source)
             first = next(running, _END)  # now the loader draws its order, with the seed from above
-            for _ in range(skip - 1):  # `first` was one of the batches to skip
-                next(running, _END)
-        if not skip and first is not _END:
             running = chain([first], running)
-        self._running[n] = running
+            for _ in range(skip):
+                next(running, _END)
+        self._running[n], self.passes[n], self.given[n] = running, number, skip
         return running
 
     def state_dict(self) -> dict[str, Any]:

@@ -187,3 +187,30 @@ def test_every_second_byte_is_no_message():
     data = memoryview(bytes(200))[::2]
     with pytest.raises(ValueError, match=r"^message: got a"):
         tcs.decode_message(data, tcs.Wire.up("TCS", [10]))
+
+
+@pytest.mark.parametrize("on_a_gpu", [False, True])
+def test_a_server_goes_on_after_the_errors_of_its_downlink_have_overflowed(on_a_gpu, monkeypatch):
+    if on_a_gpu:
+        monkeypatch.setattr(tcs, "is_on_cpu", lambda tensor: False)
+    scheme = tcs.Scheme("both ways", phi_down=0.1, phi_global=0.1, phi_local=0.1)
+    client = tcs.Client(tcs.Known(scheme, [40]))
+    server = tcs.Server(tcs.Known(scheme, [40]))
+    failed = []
+    for number, size in enumerate((1.0, 2e38, 1.0, 1.0)):
+        if size > 1:  # in the first sparse round
+            server.downlink.errors_D.fill_(3e38)
+        for known in (client.known, server.known):
+            known.begin()
+        server.add(0, client.send(torch.full((40,), size)))
+        try:
+            update_D, reply = server.finish()
+        except tcs.NotFiniteError as error:
+            failed.append((number, error.client))
+            assert server.heard == [] and not server.downlink.errors_D.any()
+            client.known.lose()
+            server.known.lose()
+            continue
+        server.known.observe(update_D)
+        assert torch.equal(client.receive(reply), update_D)
+    assert failed == [(1, tcs.SERVER)]
