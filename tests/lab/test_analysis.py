@@ -69,19 +69,6 @@ def test_without_a_common_seed_there_is_no_estimate():
     assert math.isnan(found.value) and found.n == 0
 
 
-def test_seeds_of_two_settings_are_apart():
-    """A seed's effect in one setting says nothing of the other: differences of differences of
-    seeds 1, 3 minus those of seeds 0, 0."""
-    values = {("x", "a"): [11, 53], ("x", "b"): [10, 50], ("y", "a"): [5, 7], ("y", "b"): [5, 7]}
-    runs = {(cell, seed): v for cell, row in values.items() for seed, v in enumerate(row)}
-    model = lab.Comparison(runs, {}, lambda cell, seed: (cell[0], seed))
-    signs = {("x", "a"): 1, ("x", "b"): -1, ("y", "a"): -1, ("y", "b"): 1}
-    found = model.estimate(signs, 0.95)
-    # residuals ±1/2 in x, 0 in y: squares 1 over two degrees of freedom; four runs of a half each
-    assert found.value == pytest.approx(2) and found.residual_freedom == 2
-    assert found.seeds == pytest.approx(0.5 * 4 / 2)
-
-
 def test_the_fit_is_that_of_least_squares_where_runs_are_missing():
     """An exact sum of effects is found again, whatever is missing, and nothing is left over."""
     schemes, seeds = {"a": 1.0, "b": 4.0, "c": -2.0}, [0.0, 7.0, -3.0, 5.0]
@@ -148,13 +135,14 @@ def test_without_an_interval_of_one_there_is_none_of_the_difference():
     assert minus(one, other, 0).value == 3 and math.isnan(minus(one, other, 0).half)
 
 
-def test_the_images_part_can_be_asked_for_alone():
+def test_the_gaps_of_images_can_be_asked_for_alone():
     right = {(c, s): np.array(bits, bool) for s in range(3)
              for c, bits in (("a", [1, 0, 0, 0]), ("b", [0, 0, 0, 1]))}  # fmt: skip
     model = lab.Comparison({run: 25.0 for run in right}, right)
-    assert model.images(GAP) == pytest.approx(20_000 / 3 / 4)
+    assert model.gaps(GAP, [0, 2]).tolist() == [[100, 0, 0, -100]] * 2
     del right["a", 1]
-    assert math.isnan(lab.Comparison({run: 25.0 for run in model.right}, right).images(GAP))
+    some = lab.Comparison({run: 25.0 for run in model.right}, right)
+    assert some.gaps(GAP, [0, 1, 2]) is None and some.gaps(GAP, [0, 2]) is not None
 
 
 # Many worlds ──────────────────────────────────────────────────────────────────────────────────────

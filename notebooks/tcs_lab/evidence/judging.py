@@ -44,7 +44,7 @@ def judge_claims(read: Claims, records: Mapping[str, Record]) -> pd.DataFrame:
     there is no verdict, `reason` says why. first_records and second_records name the files.
     """
     runs = RunsByScheme(records)
-    model = fit_model({"": runs})
+    model = fit_model(runs)
     rows = []
     for name, claim in read.claims.items():
         row = {"claim": name} | _claim_row(claim)
@@ -80,7 +80,7 @@ def _claim_row(claim: Claim) -> dict[str, Any]:
 
 def _judge_by_model(claim: Claim, model: Comparison, confidence: float) -> dict[str, Any]:
     """What the model over all runs says of a claim on accuracy."""
-    signs = {("", claim.first): 1, ("", claim.second): -1}
+    signs = {claim.first: 1, claim.second: -1}
     bound, value = claim.bounds[0]
     row = estimate_row(model.estimate(signs, confidence), value)
     if math.isnan(row["half"]):

@@ -15,7 +15,7 @@ import pandas as pd
 
 from tcs_lab.evidence.claims import Claims, SchemeAtRate, has_plan, load_planned_records
 from tcs_lab.evidence.measures import MEASURES
-from tcs_lab.tables.analysis import Comparison, Estimate, minus
+from tcs_lab.tables.analysis import Comparison, Estimate, images_variance, minus
 from tcs_lab.tables.tables import Record
 from tcs_lab.tables.verdicts import NOT_MEASURED
 from tcs_lab.training.configuration import record_file_name
@@ -29,7 +29,7 @@ def estimate_difference(
 ) -> dict[str, Any]:
     """Estimate the difference of two schemes by the planned model: `measured`, `low`, `high`, `n` and
     so on as in `judging.judge_claims`, and `reason` where there is no estimate."""
-    runs = {"": RunsByScheme(records)}
+    runs = RunsByScheme(records)
     return _difference_row(runs, fit_model(runs), first, second, read.confidence)
 
 
@@ -40,7 +40,7 @@ def decompose(read: Claims, records: Mapping[str, Record]) -> pd.DataFrame:
     0), and one for each pair of neighbours, the last pair first. By the same model the parts add up
     to the whole.
     """
-    runs = {"": RunsByScheme(records)}
+    runs = RunsByScheme(records)
     model = fit_model(runs)
     rows = []
     for number, chain in enumerate(read.decomposition):
@@ -66,7 +66,7 @@ def estimate_gaps(profile: str, records: Iterable[Record]) -> dict[str, dict[str
         return None
     if BASELINE not in (schemes := sorted({scheme_of(record) for record in records})):
         return {}  # a table without it has no differences to it
-    runs = {"": RunsByScheme(judged_records)}
+    runs = RunsByScheme(judged_records)
     model = fit_model(runs)
     gaps = {}
     for scheme in schemes:
@@ -132,17 +132,14 @@ def scheme_of(record: Record) -> SchemeAtRate:
     return record["config"]["scheme"]["name"], record["config"]["learning_rate"]
 
 
-def fit_model(runs: Mapping[str, RunsByScheme]) -> Comparison:
-    """The model over the runs of one or more settings, each with its own effects of seeds, because a
-    seed deals out other samples where clients are unequal. A cell is (setting, scheme with rate)."""
+def fit_model(runs: RunsByScheme) -> Comparison:
+    """The model over the runs of one setting that are judged. A cell is a scheme with its rate."""
     accuracies, right = {}, {}
-    for setting, of_setting in runs.items():
-        for scheme, seed, record in of_setting.judged():
-            run = (setting, scheme), seed
-            accuracies[run] = MEASURES["accuracy"][0](record)
-            if (by_image := read_outcomes(record)) is not None:
-                right[run] = by_image
-    return Comparison(accuracies, right, lambda cell, seed: (cell[0], seed))
+    for scheme, seed, record in runs.judged():
+        accuracies[scheme, seed] = MEASURES["accuracy"][0](record)
+        if (by_image := read_outcomes(record)) is not None:
+            right[scheme, seed] = by_image
+    return Comparison(accuracies, right)
 
 
 def estimate_row(estimate: Estimate, bound: float = math.nan) -> dict[str, Any]:
@@ -157,26 +154,23 @@ def estimate_row(estimate: Estimate, bound: float = math.nan) -> dict[str, Any]:
 
 
 def _difference_row(
-    runs: Mapping[str, RunsByScheme], model: Comparison, first: SchemeAtRate,
-    second: SchemeAtRate, confidence: float,
+    runs: RunsByScheme, model: Comparison, first: SchemeAtRate, second: SchemeAtRate,
+    confidence: float,
 ) -> dict[str, Any]:  # fmt: skip
-    signs = {("", first): 1.0, ("", second): -1.0}
-    estimate, reason = _estimate(runs, model, signs, confidence)
+    estimate, reason = _estimate(runs, model, first, second, confidence)
     return estimate_row(estimate) | {"reason": reason}
 
 
 def _estimate(
-    runs: Mapping[str, RunsByScheme], model: Comparison, signs: Mapping[Any, float],
+    runs: RunsByScheme, model: Comparison, first: SchemeAtRate, second: SchemeAtRate,
     confidence: float,
 ) -> tuple[Estimate, str]:  # fmt: skip
-    """The estimate of sum(sign x cell), a cell being (setting, scheme with rate), and the reason why
-    there is none ("" if there is one)."""
-    for setting, scheme in signs:
-        if reason := runs[setting].find_obstacle([scheme]):
+    """The estimate of the first scheme minus the second one, and the reason why there is none ("" if
+    there is one)."""
+    for schemes in ([first], [second], [first, second]):
+        if reason := runs.find_obstacle(schemes):
             return Estimate(), reason
-    if not model.seeds(*signs):
-        return Estimate(), "no seed in common"
-    return model.estimate(signs, confidence), ""
+    return model.estimate({first: 1.0, second: -1.0}, confidence), ""
 
 
 # Unequal clients ──────────────────────────────────────────────────────────────────────────────────
@@ -201,12 +195,12 @@ def compare_unequal_clients(
     With equal clients the difference is the planned model's over all `records`, so that it is the
     same on every page. The two have no run in common, and their variances add up (`minus`).
     """
-    equal = {"": RunsByScheme(records)}
+    equal = RunsByScheme(records)
     planned, rows = fit_model(equal), []
     for setting, found in there.items():
         for first, second in read.unequal.pairs if read.unequal else ():
             of_pair = {f: r for f, r in found.items() if scheme_of(r) in (first, second)}
-            unequal = {"there": RunsByScheme(of_pair)}
+            unequal = RunsByScheme(of_pair)
             gaps = _unequal_gaps((first, second), unequal, equal, planned, read.confidence)
             for where, (estimate, reason) in gaps.items():
                 row = {"setting": setting, "first": first[0], "second": second[0], "where": where}
@@ -215,16 +209,20 @@ def compare_unequal_clients(
 
 
 def _unequal_gaps(
-    pair: tuple[SchemeAtRate, SchemeAtRate], unequal: Mapping[str, RunsByScheme],
-    equal: Mapping[str, RunsByScheme], planned: Comparison, confidence: float,
+    pair: tuple[SchemeAtRate, SchemeAtRate], unequal: RunsByScheme, equal: RunsByScheme,
+    planned: Comparison, confidence: float,
 ) -> dict[str, tuple[Estimate, str]]:  # fmt: skip
     """The three rows of one pair and setting: each an estimate, or the reason why there is none."""
-    ours = {("there", pair[0]): 1.0, ("there", pair[1]): -1.0}
-    theirs = {("", pair[0]): 1.0, ("", pair[1]): -1.0}
-    one, why = _estimate(unequal, fit_model(unequal), ours, confidence)
-    other, why_other = _estimate(equal, planned, theirs, confidence)
+    own = fit_model(unequal)
+    one, why = _estimate(unequal, own, *pair, confidence)
+    other, why_other = _estimate(equal, planned, *pair, confidence)
     gap, why_gap = Estimate(), why or why_other
     if not why_gap:
-        signs = ours | {cell: -sign for cell, sign in theirs.items()}
-        gap = minus(one, other, fit_model({**unequal, **equal}).images(signs))
+        seeds = [seed for seed in unequal.seeds(pair) if seed in equal.seeds(pair)]
+        signs = {pair[0]: 1.0, pair[1]: -1.0}
+        ours_SI, theirs_SI = own.gaps(signs, seeds), planned.gaps(signs, seeds)
+        images = math.nan
+        if ours_SI is not None and theirs_SI is not None:
+            images = images_variance(ours_SI - theirs_SI)
+        gap = minus(one, other, images)
     return {"there": (one, why), "equal": (other, why_other), "there − equal": (gap, why_gap)}

@@ -7,7 +7,7 @@ and half-widths in percentage points, variances in squared points.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -144,22 +144,16 @@ class Comparison:
     """The additive model over all judged runs, with the images that each run got right.
 
     `accuracies` are in percent, by cell and seed. `right` has the outcomes (images,) bool of those runs
-    that kept them. `block` says which runs share an effect of the seed; by default all of one seed.
+    that kept them. All runs of one seed share its effect.
     """
 
-    def __init__(
-        self,
-        accuracies: Mapping[Run, float],
-        right: Mapping[Run, np.ndarray],
-        block: Callable[[Cell, int], Hashable] = lambda cell, seed: seed,
-    ):
-        self.accuracies, self.right, self.block = dict(accuracies), dict(right), block
+    def __init__(self, accuracies: Mapping[Run, float], right: Mapping[Run, np.ndarray]):
+        self.accuracies, self.right = dict(accuracies), dict(right)
 
     @cached_property
     def fit(self) -> Fit:
-        runs = list(self.accuracies)
-        blocks = [self.block(*run) for run in runs]
-        return fit_additive(list(self.accuracies.values()), [cell for cell, _ in runs], blocks)
+        cells, seeds = zip(*self.accuracies, strict=True)
+        return fit_additive(list(self.accuracies.values()), cells, seeds)
 
     def seeds(self, *cells: Cell) -> list[int]:
         """The seeds that all of the cells have."""
@@ -171,7 +165,7 @@ class Comparison:
         seeds = self.seeds(*signs)
         if not seeds:
             return Estimate(confidence=confidence)
-        weights_R, gaps_SI = self.fit.weights(signs), self._gaps(signs, seeds)
+        weights_R, gaps_SI = self.fit.weights(signs), self.gaps(signs, seeds)
         half = math.nan
         if len(seeds) > 1:
             half = bootstrap_half(self.fit, weights_R, gaps_SI, confidence)
@@ -185,13 +179,8 @@ class Comparison:
             bootstrap=half,
         )
 
-    def images(self, signs: Mapping[Cell, float]) -> float:
-        """The images' part of the variance of sum(sign x cell); nan where outcomes were not kept."""
-        gaps_SI = self._gaps(signs, self.seeds(*signs))
-        return math.nan if gaps_SI is None else images_variance(gaps_SI)
-
-    def _gaps(self, signs: Mapping[Cell, float], seeds: Sequence[int]) -> np.ndarray | None:
-        """The gaps (seeds, images) in points; None if a run did not keep its outcomes."""
+    def gaps(self, signs: Mapping[Cell, float], seeds: Sequence[int]) -> np.ndarray | None:
+        """The gaps (seeds, images) in points of sum(sign x cell); None if a run did not keep its outcomes."""
         if any((cell, seed) not in self.right for cell in signs for seed in seeds):
             return None
         rows = [
@@ -206,7 +195,7 @@ def minus(one: Estimate, other: Estimate, images: float) -> Estimate:
 
     Each has a residual deviation of its own: the seeds' parts of both variances add up, with the
     degrees of freedom that Satterthwaite's formula gives for the sum. `images` is the images' part
-    of the variance of the whole (`Comparison.images`). No bootstrap.
+    of the variance of the whole (`images_variance`). No bootstrap.
     """
     seeds, freedoms = one.seeds + other.seeds, (one.residual_freedom, other.residual_freedom)
     freedom = min(freedoms)
