@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, StringConstraints
@@ -36,9 +35,9 @@ class NotebookVerdicts(BaseModel, extra="forbid"):
     verdicts: dict[Text, Literal["supported", "contradicted", "open", "not measured"]]
 
 
-def read_verdicts(notebook: str, folder: Path | None = None) -> NotebookVerdicts | None:
+def read_verdicts(notebook: str) -> NotebookVerdicts | None:
     """Read what a notebook has written; None if it has not run yet. ValueError for a broken file."""
-    path = (folder or VERDICTS_FOLDER) / f"{notebook}.json"
+    path = VERDICTS_FOLDER / f"{notebook}.json"
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -52,32 +51,31 @@ def read_verdicts(notebook: str, folder: Path | None = None) -> NotebookVerdicts
 
 
 def write_verdicts(
-    notebook: str, parameters: Mapping[str, Any], verdicts: Mapping[str, str],
-    folder: Path | None = None,
-) -> None:  # fmt: skip
+    notebook: str, parameters: Mapping[str, Any], verdicts: Mapping[str, str]
+) -> None:
     """Keep the verdicts of a notebook that ran with its own parameters.
 
     Statements that the file has and that are missing here stay, since a reader may have run a part
     of the notebook. An unchanged file is not touched. Where the folder can't be written to, one
     line is printed and the notebook goes on.
     """
-    path, kept = (folder or VERDICTS_FOLDER) / f"{notebook}.json", read_verdicts(notebook, folder)
+    kept = read_verdicts(notebook)
     merged = verdicts if kept is None else kept.verdicts | dict(verdicts)
     content = {"parameters": dict(parameters), "verdicts": dict(sorted(merged.items()))}
     if kept is not None and kept.model_dump() == content:
         return
     try:
-        write_json(path, content)
+        write_json(VERDICTS_FOLDER / f"{notebook}.json", content)
     except OSError as error:
         print(f"The verdicts of this notebook were not saved: {error}.")
 
 
-def verdict_on(notebook: str, statement: str, folder: Path | None = None) -> str:
+def verdict_on(notebook: str, statement: str) -> str:
     """The verdict of a notebook on one of its statements; "not measured" before it has run.
 
     ValueError if the notebook has run and makes no such statement.
     """
-    found = read_verdicts(notebook, folder)
+    found = read_verdicts(notebook)
     if found is None:
         return NOT_MEASURED
     if statement not in found.verdicts:
