@@ -18,6 +18,8 @@ from tcs_lab.evidence.measures import measure_coincidence
 from tcs_lab.evidence.planned_model import compare_unequal_clients, scheme_of
 from tcs_lab.tables.tables import Record, format_interval, mean_interval, participants
 
+TCS = ("TCS", 0.5)  # at the rate of its runs with equal and with unequal clients
+
 
 def unequal_costs(
     read: Claims, records: Mapping[str, Record], there: Mapping[str, Mapping[str, Record]]
@@ -58,15 +60,15 @@ def unequal_by_seed(read: Claims, found: Mapping[str, Record], last: int = 10) -
 
 
 def unequal_masks(
-    records: Mapping[str, Record], there: Mapping[str, Mapping[str, Record]], eta: float = 0.5
+    records: Mapping[str, Record], there: Mapping[str, Mapping[str, Record]]
 ) -> pd.DataFrame:
     """Make a row for each setting that has runs of TCS: how much of its shared mask stays from one round
     to the next, and how many of the participating clients send at a position, there and with equal
     clients of the same seeds."""
     rows = []
     for setting, of_setting in there.items():
-        unequal = _of_tcs(of_setting, eta)
-        equal = {seed: one for seed, one in _of_tcs(records, eta).items() if seed in unequal}
+        unequal = _of_tcs(of_setting)
+        equal = {seed: one for seed, one in _of_tcs(records).items() if seed in unequal}
         row = {"clients": setting, "n": f"{len(unequal)}"}
         for key, title, form in (("stay", "the mask stays", "{:.3f}"),
                                  ("clients", "clients per entry", "{:.2f}")):  # fmt: skip
@@ -78,14 +80,12 @@ def unequal_masks(
     return pd.DataFrame(rows)
 
 
-def _of_tcs(records: Mapping[str, Record], eta: float) -> dict[int, Record]:
+def _of_tcs(records: Mapping[str, Record]) -> dict[int, Record]:
     """The finished runs of TCS, by seed."""
     return {
         record["config"]["seed"]: record
         for record in records.values()
-        if record["config"]["scheme"]["name"] == "TCS"
-        and record["config"]["learning_rate"] == eta
-        and record["status"] == "finished"
+        if scheme_of(record) == TCS and record["status"] == "finished"
     }
 
 
