@@ -151,11 +151,6 @@ def load_planned_records(
     return read, load_claim_records(read, asked, tables, results)
 
 
-def has_plan(profile: str) -> bool:
-    """Whether a profile's runs were planned with their analysis (params/<profile>_plan.yaml)."""
-    return (ROOT / f"params/{profile}_plan.yaml").is_file()
-
-
 def load_unequal_records(
     read: Claims, profile: dict[str, Any], results: str | Path | None = None
 ) -> dict[str, dict[str, Record]]:

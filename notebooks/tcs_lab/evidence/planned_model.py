@@ -13,8 +13,9 @@ from typing import Any
 
 import pandas as pd
 
-from tcs_lab.evidence.claims import Claims, SchemeAtRate, has_plan, load_planned_records
+from tcs_lab.evidence.claims import Claims, SchemeAtRate, load_planned_records
 from tcs_lab.evidence.measures import MEASURES
+from tcs_lab.support.paths import ROOT
 from tcs_lab.tables.analysis import Comparison, Estimate, images_variance, minus
 from tcs_lab.tables.tables import Record
 from tcs_lab.tables.verdicts import NOT_MEASURED
@@ -55,11 +56,11 @@ def estimate_gaps(profile: str, records: Iterable[Record]) -> dict[str, dict[str
     """Estimate the differences of a table's schemes to the Baseline by the planned model, as
     `tables.summary` takes them: accuracies 0..1.
 
-    None if the profile has no plan, or if a record is none of the model's (of other settings): then
+    None if the profile has no plan (params/<profile>_plan.yaml), or if a record is none of the model's (of other settings): then
     there is only Student's interval over the table's own seeds.
     """
     records = list(records)
-    if not records or not has_plan(profile):
+    if not records or not (ROOT / f"params/{profile}_plan.yaml").is_file():
         return None
     read, judged_records = load_planned_records(profile)
     if not {record_file_name(record) for record in records} <= judged_records.keys():
