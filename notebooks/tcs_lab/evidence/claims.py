@@ -151,17 +151,13 @@ def load_planned_records(
     return read, load_claim_records(read, asked, tables, results)
 
 
-def load_unequal_records(
-    read: Claims, profile: dict[str, Any], results: str | Path | None = None
-) -> dict[str, dict[str, Record]]:
+def load_unequal_records(read: Claims, profile: dict[str, Any]) -> dict[str, dict[str, Record]]:
     """Load the records of unequal clients, by setting and file name; none if the file asks for none."""
     if read.unequal is None:
         return {}
     asked = [_params_of(scheme) for scheme in read.unequal.schemes]
     return {
-        title: load_records(
-            (run for one in asked for run in plan(profile | changes | one)), results
-        )
+        title: load_records(run for one in asked for run in plan(profile | changes | one))
         for title, changes in read.unequal.settings.items()
     }
 
