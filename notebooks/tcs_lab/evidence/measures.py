@@ -59,7 +59,7 @@ def compare_measures(measure: str, records: list[Record]) -> float:
 # Do important entries stay important? ─────────────────────────────────────────────────────────────
 
 
-def measure_recurrence(records: Iterable[Record], share: float = OVERLAP_SHARE) -> dict[str, float]:
+def measure_recurrence(records: Iterable[Record]) -> dict[str, float]:
     """Measure how many of the largest entries of a dense update are among those of the next round.
 
     Returns shares, as means over the records: `seen`; `by_layers`, what two masks with as many
@@ -70,7 +70,7 @@ def measure_recurrence(records: Iterable[Record], share: float = OVERLAP_SHARE) 
     columns = ["update_overlap", "update_overlap_chance"]
     rows = [pd.DataFrame(record["rows"], columns=columns) for record in records]
     means = pd.DataFrame([frame.astype(float).mean() for frame in rows]).mean()
-    uniform = [kept(share, record["dimension"]) / record["dimension"] for record in records]
+    uniform = [kept(OVERLAP_SHARE, r["dimension"]) / r["dimension"] for r in records]
     seen, by_layers = means
     return {"seen": float(seen), "by_layers": float(by_layers), "by_chance": fmean(uniform)}
 
