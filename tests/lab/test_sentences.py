@@ -77,6 +77,7 @@ def judged_as(words):
             "verdict": words.get(name, "not measured"),
             "kept": name != "x2000",
             "measured": math.nan,
+            "bootstrap": math.nan,
         }
         for name in CLAIMS.claims
     ]

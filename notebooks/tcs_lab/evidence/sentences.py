@@ -115,14 +115,13 @@ def sentences_table(
     found = claims.to_dict("records")
     if (extra := extra_claims(sentences, read)) is not None:
         found += judge_claims(extra, records).to_dict("records")
-    word_of = {row["claim"]: _word(row) for row in found}
-    number_of = {row["claim"]: _describe(row) for row in found}
-    flag_of = {row["claim"]: _flag(row) for row in found}
+    row_of = {row["claim"]: row for row in found}
     rows = []
     for s in sentences:
         names = [*s.claims, *(f"{s.where}, {s.says}, {n}" for n in range(len(s.judged)))]
-        reject_unknown(names, word_of, f"claim ({s.where}: {s.says})")
-        parts = [(number_of[name], word_of[name]) for name in names]
+        reject_unknown(names, row_of, f"claim ({s.where}: {s.says})")
+        asked = [row_of[name] for name in names]
+        parts = [(_describe(row), _word(row)) for row in asked]
         for notebook, texts in s.statements.items():
             parts += [(text, verdict_on(notebook, text)) for text in texts]
         words = [word for _, word in parts]
@@ -130,7 +129,7 @@ def sentences_table(
         shown = parts if differ else parts[: len(names)]  # statements have no numbers
         said = [f"{what} ({word})" if differ else what for what, word in shown if what]
         measured = f"{'. '.join(one[0].upper() + one[1:] for one in said)}." if said else ""
-        because = " ".join(filter(None, [measured, s.because, *(flag_of[name] for name in names)]))
+        because = " ".join(filter(None, [measured, s.because, *map(_flag, asked)]))
         rows.append({"where": s.where, "says": s.says, "verdict": s.word or combine_verdicts(words),
                      "because": because, "shown": s.shown})  # fmt: skip
     return pd.DataFrame(rows)
@@ -171,9 +170,10 @@ MEASURED_IN_WORDS = {
 
 def _flag(row: Mapping[str, Any]) -> str:
     """A note that the bootstrap's interval gives another verdict on a difference, or ""."""
-    other = differing_bootstrap_verdict(row) if "bootstrap" in row else ""
-    difference = f"{row.get('first')} − {row.get('second')}"
-    return f'For {difference}, the interval of the bootstrap gives "{other}".' if other else ""
+    if not (other := differing_bootstrap_verdict(row)):
+        return ""
+    difference = f"{row['first']} − {row['second']}"
+    return f'For {difference}, the interval of the bootstrap gives "{other}".'
 
 
 def link(place: str) -> str:
