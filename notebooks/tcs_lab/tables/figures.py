@@ -204,7 +204,8 @@ def draw_megabytes_figure(
 
     table = table[table["accuracy"].notna()]
     megabytes = table["megabytes_up"] + table["megabytes_down"]
-    unit, size = ("gigabytes", 1000) if megabytes.max() >= 1000 else ("megabytes", 1)
+    large = megabytes.max() >= 1000
+    unit, short, size = ("gigabytes", "GB", 1000) if large else ("megabytes", "MB", 1)
     with rc_context(LOOK):
         figure = Figure(figsize=(7.2, 4.4), layout="constrained")
         axes = figure.subplots()
@@ -219,7 +220,7 @@ def draw_megabytes_figure(
             look = {"color": style["color"], "fmt": style["marker"], "markersize": 7}
             axes.errorbar(sent, mean, yerr=spread, capsize=3, **look)
             number = f"{sent:,.0f}" if sent >= 100 else f"{sent:.2g}"
-            points.append((f"{words}\n{number} {_SHORT[unit]}", sent, mean, style["color"]))
+            points.append((f"{words}\n{number} {short}", sent, mean, style["color"]))
         axes.set(xscale="log", ylabel="final test accuracy (%)")
         axes.set(xlabel=f"{unit} that one client sends and receives in all (logarithmic scale)")
         figure.suptitle(f"{title}\n{_about_bars(table['n'])}")
@@ -229,9 +230,6 @@ def draw_megabytes_figure(
         _draw_better(axes)
         label_points(axes, points)
     return figure
-
-
-_SHORT = {"gigabytes": "GB", "megabytes": "MB"}
 
 
 def _about_bars(counts: pd.Series) -> str:
