@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,8 +123,7 @@ def _read(data: bytes, at: int, context: Context | None) -> tuple[Any, int]:
         return _BY_CODE[data[at]], at + 1
     if tag == b"t":
         dtype, shape, at = read_shape(data, at)
-        end = at + tensor_size(dtype, shape)
-        return make_tensor(data[at:end], dtype, shape), end
+        return read_tensor(data, at, dtype, shape)
     if tag == b"a":
         tensor, at = _read(data, at, None)
         return tensor.numpy(), at
@@ -158,12 +156,6 @@ def tensor_bytes(tensor: Tensor) -> bytes:
     return tensor.numpy(force=True).tobytes()
 
 
-def make_tensor(data: bytes, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
-    """Make a tensor of these bytes, which are copied."""
-    whole = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return whole.reshape(tuple(shape))
-
-
 def shape_bytes(tensor: Tensor) -> bytes:
     """Return a tensor's dtype and shape as bytes.
 
@@ -187,9 +179,14 @@ def read_shape(data: bytes, at: int) -> tuple[torch.dtype, tuple[int, ...], int]
     return dtype, shape, end
 
 
-def tensor_size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Count the bytes of a tensor of this dtype and shape."""
-    return math.prod(shape) * dtype.itemsize
+def read_tensor(
+    data: bytes, at: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> tuple[Tensor, int]:
+    """Read the entries that begin at `at`, which are copied. Return the tensor and the position behind it."""
+    end = at + math.prod(shape) * dtype.itemsize
+    copied = bytearray(data[at:end])
+    whole = torch.frombuffer(copied, dtype=dtype) if copied else torch.empty(0, dtype=dtype)
+    return whole.reshape(shape), end
 
 
 def recoded_size(tensor: Tensor) -> int:

@@ -66,12 +66,11 @@ from tcs_core import (
 )
 from tcs_lab.schemes.packing import (
     Context,
-    make_tensor,
     pack,
     read_shape,
+    read_tensor,
     shape_bytes,
     tensor_bytes,
-    tensor_size,
     unpack,
 )
 
@@ -334,9 +333,8 @@ def _decode_tensors(
     place, tensors = 5 + length, []
     for _ in range(header[4 + length]):
         dtype, shape, place = read_shape(header, place)
-        end = at + tensor_size(dtype, shape)
-        tensors.append(make_tensor(payload[at:end], dtype, shape))
-        at = end
+        tensor, at = read_tensor(payload, at, dtype, shape)
+        tensors.append(tensor)
     return tensors, context if added is None else added, at
 
 
