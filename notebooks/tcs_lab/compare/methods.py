@@ -181,11 +181,11 @@ def read_method_file(path: Path, name: str = "", source: bytes | None = None) ->
 def _execute(path: Path, source: bytes) -> dict[str, str]:
     """Execute the source of a file, once. Return the families of schemes that it adds, each with the error
     that it has, or "". If the file fails, the families and rules that it registered are removed again."""
-    before = dict(FAMILIES), dict(RULES)
+    families, rules = dict(FAMILIES), dict(RULES)
     built_in = {name.lower() for name, fields in FAMILIES.items() if not _is_of_a_file(fields)}
     try:
         module = _make_module(path, source)
-        added = [name for name, fields in FAMILIES.items() if before[0].get(name) is not fields]
+        added = [name for name, fields in FAMILIES.items() if families.get(name) is not fields]
         classes = _name_classes(path, module, added)
         for name in [*added, *classes]:
             if name == "runs":
@@ -200,11 +200,10 @@ def _execute(path: Path, source: bytes) -> dict[str, str]:
         wrong = {name: _register_class(path, name, kind, sha256) for name, kind in classes.items()}
         return dict.fromkeys(added, "") | wrong
     except BaseException:
-        tables: tuple[dict, dict] = (FAMILIES, RULES)
-        entries: tuple[dict, dict] = before
-        for table, was in zip(tables, entries, strict=True):
-            table.clear()
-            table.update(was)
+        FAMILIES.clear()
+        FAMILIES.update(families)
+        RULES.clear()
+        RULES.update(rules)
         raise
 
 
