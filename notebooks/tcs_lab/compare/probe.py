@@ -80,7 +80,7 @@ def play_rounds(config: RunConfig, data: Data) -> Played:
     training, resumed = Training(config, data), Training(config, data)
     compressor = training.compressor
     with _refuse_changes(compressor.rule), _refuse_shared_attributes(compressor.clients):
-        _replay_masks(training, _repeat_epoch(training))
+        _replay_masks(training)
     played = Played(
         compressor.bytes_up, config.client_count, compressor.known.dense, _find_misspelling(compressor.rule)
     )  # fmt: skip
@@ -143,8 +143,8 @@ def _refuse_shared_attributes(clients: Mapping[int, Client]) -> Iterator[None]:
             )
 
 
-def _replay_masks(training: Training, rounds: Iterator[Tensor], count: int = 4) -> None:
-    """Play rounds, and let a second rule follow them that sees only what the server and all clients know: the
+def _replay_masks(training: Training) -> None:
+    """Play four rounds, and let a second rule follow them that sees only what the server and all clients know: the
     updates, the model, and the round's number. Raises ValueError if it chooses another shared mask, or
     another own mask for a client than the rule that has seen the other clients of the round."""
     known, rule = training.compressor.known, training.compressor.rule
@@ -160,7 +160,8 @@ def _replay_masks(training: Training, rounds: Iterator[Tensor], count: int = 4) 
         return mask
 
     rule.own_mask = noted  # type: ignore[method-assign]
-    for _ in range(count):
+    rounds = _repeat_epoch(training)
+    for _ in range(4):
         theta_D = training.theta_D.clone()
         chosen.clear()
         update_D = next(rounds)
@@ -234,7 +235,7 @@ def _repeat_epoch(training: Training) -> Any:
         yield from training.rounds(epoch)
 
 
-def _measure_recoding(config: RunConfig, data: Data, rounds: int = 3) -> float:
+def _measure_recoding(config: RunConfig, data: Data) -> float:
     """Return the share of the bytes of a per-tensor method's messages that a shorter code leaves."""
     training = Training(config, data)
     clients = [c for c in training.compressor.clients.values() if isinstance(c, TensorClient)]
@@ -243,7 +244,7 @@ def _measure_recoding(config: RunConfig, data: Data, rounds: int = 3) -> float:
     going = _skip_start(training)
     for client in clients:
         client.side.instance = _RecodingCounter(client.side.instance)
-    for _ in range(rounds):
+    for _ in range(3):
         next(going)
     seen = [client.side.instance for client in clients]
     return sum(one.recoded for one in seen) / max(1, sum(one.sent for one in seen))
@@ -266,8 +267,8 @@ class _RecodingCounter:
         return self.instance.decompress(tensors, context)
 
 
-def _check_decoding(config: RunConfig, data: Data, rounds: int = 4) -> bool:
-    """Return whether messages as bytes give the same updates. The messages of a per-tensor method become
+def _check_decoding(config: RunConfig, data: Data) -> bool:
+    """Return whether messages as bytes give the same updates in four rounds. The messages of a per-tensor method become
     bytes in every run anyway."""
     plain = Training(config, data)
     if any(isinstance(c, TensorClient) for c in plain.compressor.clients.values()):
@@ -275,7 +276,7 @@ def _check_decoding(config: RunConfig, data: Data, rounds: int = 4) -> bool:
     pairs = zip(
         _repeat_epoch(plain),
         _repeat_epoch(Training(config, data, link=Link(unchanged))),
-        range(rounds),
+        range(4),
         strict=False,
     )
     try:
