@@ -284,17 +284,13 @@ def digest_of(identity: dict[str, Any]) -> str:
     """
 
     def list_changes(values: dict[str, Any], cls: type) -> dict[str, Any]:
-        defaults = _defaults(cls)
+        usual = {f.name: f.default for f in dataclasses.fields(cls)}
+        # as a record has them, with lists for tuples
+        defaults = {k: list(v) if isinstance(v, tuple) else v for k, v in usual.items()}
         return {k: v for k, v in values.items() if k not in defaults or v != defaults[k]}
 
     named = list_changes(identity, RunConfig) | {"scheme": list_changes(identity["scheme"], Scheme)}
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:10]
-
-
-def _defaults(cls: type) -> dict[str, Any]:
-    """Return the defaults of a dataclass as a record has them, with lists for tuples."""
-    values = {f.name: f.default for f in dataclasses.fields(cls)}
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
 _OURS = ("tcs_core", "builtins")
