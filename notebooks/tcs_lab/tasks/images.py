@@ -173,10 +173,9 @@ def synthetic_dataset(
     patterns = F.interpolate(patterns, 32, mode="bicubic", align_corners=False)
     patterns = (patterns / patterns.std((1, 2, 3), keepdim=True)).permute(0, 2, 3, 1)
     which = torch.randint(0, 10 * kinds, (train + test,), generator=generator)
-    strengths = other, noise
-    parts = [_draw_images(patterns, part, generator, *strengths) for part in which.split(1000)]
-    halves = [t for i in (torch.cat(parts), which // kinds) for t in i.split([train, test])]
-    return _make_dataset(label, halves[0], halves[2], halves[1], halves[3])
+    parts = [_draw_images(patterns, part, generator, other, noise) for part in which.split(1000)]
+    images, labels = torch.cat(parts), which // kinds
+    return _make_dataset(label, images[:train], labels[:train], images[train:], labels[train:])
 
 
 def _draw_images(
