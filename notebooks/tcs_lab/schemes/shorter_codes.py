@@ -65,16 +65,16 @@ def _decode_entropy(code: memoryview, shared: int, own: int, wire: Wire) -> Mess
     count = shared + own
     floats = 4 * (wire.intervals or count)
     head, rest = code[:floats], code[floats:]
-    if wire.intervals:
-        signs = unpack_bits(rest[: -(-count // 8)], count)
-        rest, width = rest[-(-count // 8) :], wire.value_bits - 1
-        parts = []
-        for length in (shared, own):
-            part, rest = _decode_shortest(rest, length, width)
-            parts.append(part)
-    positions = _decode_gaps(rest, own, wire.layer_sizes)
     if not wire.intervals:
+        positions = _decode_gaps(rest, own, wire.layer_sizes)
         return Message(floats_of(head, count), positions)
+    signs = unpack_bits(rest[: -(-count // 8)], count)
+    rest, width = rest[-(-count // 8) :], wire.value_bits - 1
+    parts = []
+    for length in (shared, own):
+        part, rest = _decode_shortest(rest, length, width)
+        parts.append(part)
+    positions = _decode_gaps(rest, own, wire.layer_sizes)
     codes = np.concatenate(parts) + wire.intervals * signs.astype(np.uint16)
     return quantized_message(codes, means_of(head, wire.intervals), positions)
 
