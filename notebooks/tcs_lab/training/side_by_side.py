@@ -35,8 +35,7 @@ Passes = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, Tensor, Tensor]]
 def uses_side_by_side(config: RunConfig) -> bool:
     """Return whether clients train side by side: as configured, or else by the sizes of net, batch and
     images (never by a timing, since records must be repeatable). Without `image_size`, images count as
-    32 x 32. Threads and compiled passes take one
-    client at a time."""
+    32 x 32. Threads and compiled passes take one client at a time."""
     if config.client_threads or config.compiled or config.client_count == 1:
         return False
     if config.side_by_side is not None:
@@ -206,8 +205,18 @@ class SideBySide(LocalTrainer):
         self._rows: dict[int, Tensor] = {}
 
     def begin(self, chosen: list[int], t: int | Tensor, eta: float | Tensor) -> None:
-        """Train all of these clients."""
-        sums_ND = self._train(chosen, t, eta)
+        """Do lines 3 to 6 of Alg. 1 for all of these clients. `local_training` returns the results."""
+        rows = slice(None) if chosen == list(range(self.feed.clients)) else chosen
+        theta, decay = self.theta_D, self.weight_decay
+        sums_ND = theta[:0]
+        for tau in range(self.scheme.local_steps):
+            gradients_ND, losses_N, seen_NS = self._passes(theta, self._batches(chosen, t, tau))
+            gradients_ND = gradients_ND.add_(theta, alpha=decay)
+            sums_ND = sums_ND.add_(gradients_ND) if tau else gradients_ND
+            self.losses_N[rows] += losses_N
+            self.statistics_NS[rows] = self.statistics_NS[rows].lerp(seen_NS, _MOMENTUM)
+            if tau + 1 < self.scheme.local_steps:
+                theta = self.theta_D - eta * sums_ND  # line 6
         self._rows = dict(zip(chosen, sums_ND, strict=True))
 
     def local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
@@ -226,18 +235,3 @@ class SideBySide(LocalTrainer):
                 "size, or use LocalTrainer"
             )
         return tuple(torch.stack(parts) for parts in zip(*batches, strict=True))
-
-    def _train(self, chosen: list[int], t: int | Tensor, eta: float | Tensor) -> Tensor:
-        """Do lines 3 to 6 of Alg. 1 for all these clients. Return their summed gradients, (N, D)."""
-        rows = slice(None) if chosen == list(range(self.feed.clients)) else chosen
-        theta, decay = self.theta_D, self.weight_decay
-        sums_ND = theta[:0]
-        for tau in range(self.scheme.local_steps):
-            gradients_ND, losses_N, seen_NS = self._passes(theta, self._batches(chosen, t, tau))
-            gradients_ND = gradients_ND.add_(theta, alpha=decay)
-            sums_ND = sums_ND.add_(gradients_ND) if tau else gradients_ND
-            self.losses_N[rows] += losses_N
-            self.statistics_NS[rows] = self.statistics_NS[rows].lerp(seen_NS, _MOMENTUM)
-            if tau + 1 < self.scheme.local_steps:
-                theta = self.theta_D - eta * sums_ND  # line 6
-        return sums_ND
