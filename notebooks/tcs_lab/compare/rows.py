@@ -324,11 +324,11 @@ def _read_rows(track: Track, method: Method | None) -> dict[str, dict[str, Any]]
 
 def _find_reasons(tuned: Any) -> list[str]:
     """Say why runs of a scheme diverged."""
-    seeds = [(f, tuned.search.tuning.seed) for f in tuned.tried]
-    configs = [tuned.search.config(*one) for one in seeds]
-    if tuned.chosen is not None:
-        configs = [tuned.search.config(tuned.chosen, seed) for seed in tuned.seeds]
-    records = [read_record(record_path(config, tuned.results)) for config in configs]
+    records = list(tuned.scored.values())
+    if tuned.chosen is None:  # every rate diverged
+        search = tuned.search
+        configs = [search.config(factor, search.tuning.seed) for factor in tuned.tried]
+        records = [read_record(record_path(config, tuned.results)) for config in configs]
     lost = [record for record in records if record["status"] != "finished"]
     return [f"eta {r['config']['learning_rate']:g}, seed {r['config']['seed']}: {shorten(r['reason'])}"
             for r in lost]  # fmt: skip
