@@ -368,8 +368,7 @@ def register_tensors(kind: type, name: str, **identity: Any) -> None:
         got = " ".join(reprlib.repr(given).split())  # an array has several lines
         raise ValueError(f"{kind.__name__}: densities: got {got}, allowed: {allowed}")
     densities: list[Any] = [()] if given is None else [(density,) for density in given]
-    numbers = [f"-{density[0]:g}" for density in densities[1:]]
-    names = [name, *(f"{name}{number}" for number in numbers)]
+    names = [name, *(f"{name}-{density:g}" for (density,) in densities[1:])]
     for one, arguments in zip(names, densities, strict=True):
         makes = partial(_instance, kind, arguments)  # its name is part of the digests of runs
         attributes = {
