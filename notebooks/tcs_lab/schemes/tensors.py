@@ -190,10 +190,10 @@ class Side:
                 tensors, added, at = _decode_tensors(header, context, payload, at)
                 view.copy_(_check_tensor(self.instance.decompress(tensors, added), context))
         if not math.isfinite(float(vector_D.sum())):
-            named = zip(contexts, views, strict=True)
-            for name in [context.name for context, view in named if not view.isfinite().all()]:
-                what = f"decompress: {name}: got NaN or infinity, allowed: finite numbers"
-                raise ValueError(what)
+            for context, view in zip(contexts, views, strict=True):
+                if not view.isfinite().all():
+                    got = "got NaN or infinity, allowed: finite numbers"
+                    raise ValueError(f"decompress: {context.name}: {got}")
         return vector_D
 
     def _read_headers(self, payload: bytes) -> tuple[list[Context], list[bytes], int]:
