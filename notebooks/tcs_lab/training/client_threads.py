@@ -111,10 +111,8 @@ class ClientThreads(LocalTrainer):
         trainer, task = self.training[n]
         gradient_D = task.result()
         del self.training[n]
-        self.free += [
-            trainer,
-            *self.later,
-        ]  # used at the next call, after this difference is compressed
+        # used at the next call, after this difference is compressed
+        self.free += [trainer, *self.later]
         self.later.clear()
         return gradient_D
 

@@ -71,9 +71,8 @@ class RunConfig:
     """
 
     scheme: Scheme
-    learning_rate: PositiveNumber = (
-        0.5  # eta at a batch of reference_batch (Tables 1 and 2: 0.5, 0.8)
-    )
+    # eta at a batch of reference_batch (Tables 1 and 2: 0.5, 0.8)
+    learning_rate: PositiveNumber = 0.5
     seed: Seed = 0  # of everything random
     profile: Annotated[str, Field(**PROFILE)] = "ci"  # the folder under results/
     # What is learned.

@@ -97,9 +97,8 @@ class GraphRounds:
         self.link = DeferredLink(federation.compressor.known)
         self.watched_T2 = torch.zeros(most, 2, dtype=torch.float64, device=device)
         self.graph: Any = None
-        self.addresses: list[
-            int
-        ] = []  # in memory, of the tensors with which the graph was captured
+        # in memory, of the tensors with which the graph was captured
+        self.addresses: list[int] = []
 
     def is_ready(self, rounds: range) -> bool:
         """Return whether these rounds can be static: rounds of a dense scheme, or sparse ones with a
