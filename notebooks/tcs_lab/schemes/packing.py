@@ -55,9 +55,9 @@ def pack(value: Any, context: Context | None = None) -> bytes:
         for place, known in enumerate(context.known):
             if type(value) is type(known) and value == known:
                 return b"k" + bytes([place])
-    if isinstance(value, np.generic) and context is None:  # in a state, it comes back as it was
-        return b"n" + pack(np.asarray(value))
     if isinstance(value, np.generic):
+        if context is None:  # in a state, it comes back as it was
+            return b"n" + pack(np.asarray(value))
         return pack(value.item(), context)
     if isinstance(value, int) and -(2**63) <= value < 2**63:
         return b"i" + _INT.pack(value)
