@@ -99,14 +99,16 @@ def comparison_table(compared: Sequence[PointComparison], point: Point) -> pd.Da
             ),
             "Bytes, stored / new": f"×{format_number(one.relative_bytes, 2)}",
         }
-        lines.append(line if not has_equal_bytes(compared) else line | {
-            f"At {format_number(point.both)} MB, points": format_interval(
-                e.value, e.low, e.high),
-            "The same without the dense starts, points": format_interval(
-                without.value, without.low, without.high),
-            f"MB that the stored method needs for {point.accuracy:.1f} %": format_number(one.megabytes),
-            "Why a value is missing": one.reason or "–",
-        })  # fmt: skip
+        if has_equal_bytes(compared):
+            line |= {
+                f"At {format_number(point.both)} MB, points": format_interval(
+                    e.value, e.low, e.high),
+                "The same without the dense starts, points": format_interval(
+                    without.value, without.low, without.high),
+                f"MB that the stored method needs for {point.accuracy:.1f} %": format_number(one.megabytes),
+                "Why a value is missing": one.reason or "–",
+            }  # fmt: skip
+        lines.append(line)
     return pd.DataFrame(lines)
 
 
