@@ -80,7 +80,7 @@ def compare_command(arguments: argparse.Namespace) -> int:
 
 
 def describe_hours(
-    track: Any, method: Any, names: tuple[str, ...], jobs: int, slower: float | None = None
+    track: Any, method: Any, names: tuple[str, ...], jobs: int, slower: float | None
 ) -> str:
     """Say how many runs are missing, how long they should take, and how many they can become. `slower` is
     how many times as long as one of TCS a run takes, if that was measured."""

@@ -143,7 +143,7 @@ def estimate_minutes(track: Track, names: Sequence[str], slower: float | None) -
 
 
 def make_rows(
-    track: Track, method: Method, names: Sequence[str], jobs: int, slower: float | None = None
+    track: Track, method: Method, names: Sequence[str], jobs: int, slower: float | None
 ) -> None:
     """Make the missing runs of a method, and save its row. If this is interrupted, the runs that are made
     remain, and the same call goes on. `slower` is what `try_method` returned, if it was called."""
