@@ -144,9 +144,9 @@ def _refuse_shared_attributes(clients: Mapping[int, Client]) -> Iterator[None]:
 
 
 def _replay_masks(training: Training) -> None:
-    """Play four rounds, and let a second rule follow them that sees only what the server and all clients know: the
-    updates, the model, and the round's number. Raises ValueError if it chooses another shared mask, or
-    another own mask for a client than the rule that has seen the other clients of the round."""
+    """Play four rounds, and let a second rule follow them that sees only what the server and all clients
+    know: the updates, the model, and the round's number. Raises ValueError if it chooses another shared
+    mask, or another own mask for a client than the rule that has seen the other clients of the round."""
     known, rule = training.compressor.known, training.compressor.rule
     outsider = type(rule)(rule.scheme, rule.layer_sizes, rule.device, rule.seed)
     chosen = list[tuple[tuple[Any, ...], Any]]()
@@ -268,8 +268,8 @@ class _RecodingCounter:
 
 
 def _check_decoding(config: RunConfig, data: Data) -> bool:
-    """Return whether messages as bytes give the same updates in four rounds. The messages of a per-tensor method become
-    bytes in every run anyway."""
+    """Return whether messages as bytes give the same updates in four rounds. The messages of a per-tensor
+    method become bytes in every run anyway."""
     plain = Training(config, data)
     if any(isinstance(c, TensorClient) for c in plain.compressor.clients.values()):
         return True
