@@ -67,10 +67,9 @@ def compare_command(arguments: argparse.Namespace) -> int:
         )
     jobs, slower = arguments.jobs or 2, None
     if arguments.dry_run or len(names) > 1:
-        trial = try_method(track, method, names)
-        slower = trial.slower
-        if trial.words:
-            print(trial.words)
+        slower, words = try_method(track, method, names)
+        if words:
+            print(words)
     say_if_alone(track, method)
     if arguments.dry_run:
         print(describe_hours(track, method, names, jobs, slower))

@@ -62,33 +62,25 @@ def _rebuild_run(config: RunConfig, minutes: float | None, method: Method) -> Me
     return MethodRun(config, minutes, method=method)
 
 
-@dataclass(frozen=True)
-class Trial:
-    """What a few rounds of a method showed. `slower` is how many times as long as a run of TCS one of the
-    method takes; None if that was not measured. `words` describe a round's messages."""
-
-    slower: float | None = None
-    words: str = ""
-
-
-def try_method(track: Track, method: Method, names: Sequence[str]) -> Trial:
+def try_method(track: Track, method: Method, names: Sequence[str]) -> tuple[float | None, str]:
     """Play a few rounds of each scheme of a method from a file, and measure how long one takes.
 
-    Raises what `play_method` raises.
+    Return how many times as long as a run of TCS one of the method takes, None if that was not measured,
+    and words about a round's messages. Raises what `play_method` raises.
     """
     if method.file is None:
-        return Trial()
+        return None, ""
     played = play_method(track, method, names)
     if played is None:
-        return Trial(words=f"{names[0]} diverged in its first rounds; smaller rates will be tried.")
+        return None, f"{names[0]} diverged in its first rounds; smaller rates will be tried."
     first = track.find_scheme(names[0], method).search.config(1.0, track.seeds[0])
     if first.scheme.centralized:
-        return Trial()
+        return None, ""
     beside = track.find_scheme("TCS").search.config(1.0, track.seeds[0])
     words = _describe_round(played[0], play_rounds(beside, load_data(beside)))
     with method.guard(first):
         probe = probe_method(first, beside, load_data(first), turns=5)
-    return Trial(probe.beside_tcs / first.scheme.local_steps, words)  # an epoch has fewer rounds
+    return probe.beside_tcs / first.scheme.local_steps, words  # an epoch has fewer rounds
 
 
 def play_method(track: Track, method: Method, names: Sequence[str]) -> list[Played] | None:
@@ -146,7 +138,7 @@ def make_rows(
     track: Track, method: Method, names: Sequence[str], jobs: int, slower: float | None
 ) -> None:
     """Make the missing runs of a method, and save its row. If this is interrupted, the runs that are made
-    remain, and the same call goes on. `slower` is what `try_method` returned, if it was called."""
+    remain, and the same call goes on. `slower` is what `try_method` measured, if it did."""
     tuned = [track.find_scheme(name, method) for name in names]
     each, remark = estimate_minutes(track, names, slower)
     if method.file is not None and slower is None and list_next_runs(tuned):
