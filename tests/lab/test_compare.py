@@ -758,11 +758,11 @@ def test_a_stored_method_with_almost_the_same_bytes_is_compared():
     stored = track.analysis.model_copy(update={"methods": {"TCS": ["TCS"], "FedAvg": ["FedAvg"]}})
     track = dataclasses.replace(track, analysis=stored)
     scores = scoring.Scores(track, [track.find_scheme("TCS-Random")])
-    one = next(c for c in scores.compare(scores.points[0], "TCS-Random") if c.method == "TCS")
+    one = next(c for c in scores.compare(scores.points[0]) if c.method == "TCS")
     gap = scores.points[0].accuracy - scores.stored["TCS"][0].accuracy
     assert one.equal_bytes.value == pytest.approx(gap) == one.without_start.value
     assert "sends at" not in one.reason
-    far = next(c for c in scores.compare(scores.points[0], "TCS-Random") if c.method == "FedAvg")
+    far = next(c for c in scores.compare(scores.points[0]) if c.method == "FedAvg")
     assert math.isnan(far.equal_bytes.value) and "sends at least" in far.reason
 
 
@@ -812,20 +812,20 @@ def scores():
 
 def test_a_point_between_those_of_a_stored_method_is_compared_with_it(scores):
     made, points = scores
-    (found,) = made.compare(points["x"], "mine")
+    (found,) = made.compare(points["x"])
     at_three = 60 + 10 * math.log(3 / 2) / math.log(5 / 2)
     assert found.method == "M" and found.reason == ""
     assert found.equal_bytes.value == pytest.approx(66 - at_three)
     assert found.without_start.value == pytest.approx(66 - 65)  # 2 MB of 1 to 4
     assert found.megabytes == pytest.approx(2 * (5 / 2) ** 0.6)
-    assert made.compare(points["a"], "M") == []  # nothing but itself, and what sends nothing
+    assert made.compare(points["a"]) == []  # nothing but itself, and what sends nothing
 
 
 def test_every_stored_method_has_a_difference_whatever_it_sends(scores):
     """Also where nothing can be compared at equal bytes; then there are no columns for that."""
     made, points = scores
     for name, gap, ratio, equal in (("x", 66 - 70, 5 / 3, True), ("low", 58 - 70, 5 / 1.5, False)):
-        (found,) = compared = made.compare(points[name], "mine")
+        (found,) = compared = made.compare(points[name])
         assert (found.usual, found.difference.value) == ("b", pytest.approx(gap))
         assert found.relative_bytes == pytest.approx(ratio)
         table = tables.comparison_table(compared, points[name])
@@ -837,7 +837,7 @@ def test_every_stored_method_has_a_difference_whatever_it_sends(scores):
 def test_a_point_beyond_those_of_a_stored_method_says_what_is_missing(scores, name, end):
     """Each reason names the end of the method's points that it is about."""
     made, points = scores
-    (found,) = made.compare(points[name], "mine")
+    (found,) = made.compare(points[name])
     assert math.isnan(found.equal_bytes.value) and math.isnan(found.megabytes)
     by_bytes, by_accuracy = found.reason.split("; ")
     assert end in by_bytes and end in by_accuracy

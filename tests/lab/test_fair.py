@@ -310,7 +310,7 @@ def test_a_method_that_is_not_stored_is_scored_in_one_model_with_the_stored_ones
     clients = searches(folder)["TCS"].config(1.0, 1).clients
     assert (point.rate, point.n, point.accuracy) == (0.5, 3, pytest.approx(np.mean([78, 82, 88])))
     assert (point.up, point.down) == pytest.approx((2 / clients, 0.5))
-    found = {one.method: one for one in scores.compare(point, "TCS")}
+    found = {one.method: one for one in scores.compare(point)}
     assert found["FedAvg"].equal_bytes.value == pytest.approx(4)
     assert found["FedAvg"].equal_bytes.n == 3
     assert found["FedAvg"].equal_bytes.residual_freedom == 9 - 5  # of all three methods' runs

@@ -234,11 +234,8 @@ def print_row(track: Track, method: Method, names: Sequence[str]) -> int:
     points = [(method.name, point) for point in scores.points]
     table = rows_table(points + _list_stored(scores, names), _read_rows(track, method))
     print(f"{plain_markdown(table)}\n\n{describe_rows(table, scores.confidence)}")
-    compared = [
-        (p, scores.compare(p, _find_stored_name(scores, p))) for p in scores.points if p.both
-    ]
-    for point, others in compared:
-        if others:
+    for point in scores.points:
+        if point.both and (others := scores.compare(point)):
             print("\n" + plain_markdown(comparison_table(others, point)))
             print("\n" + describe_comparison(others))
     if not points:
@@ -297,14 +294,6 @@ def count_stored(track: Track) -> tuple[int, int]:
 def _list_stored(scores: Scores, without: Sequence[str]) -> list[tuple[str, Point]]:
     pairs = [(name, p) for name, points in scores.stored.items() for p in points]
     return [(name, point) for name, point in pairs if point.scheme not in without]
-
-
-def _find_stored_name(scores: Scores, point: Point) -> str:
-    """Return the stored method that a point belongs to, or "" for a point of another method."""
-    for name, points in scores.stored.items():
-        if point.scheme in [p.scheme for p in points]:
-            return name
-    return ""
 
 
 def _read_rows(track: Track, method: Method | None) -> dict[str, dict[str, Any]]:

@@ -177,11 +177,14 @@ class Scores:
             name: make_points(group, self.model, confidence) for name, group in stored.items()
         }
 
-    def compare(self, point: Point, method: str) -> list[PointComparison]:
+    def compare(self, point: Point) -> list[PointComparison]:
         """Compare a point with each stored method that sends something and has a point, except with the
-        point's `method`."""
-        others = {n: p for n, p in self.stored.items() if p and n != method and p[-1].both > 0}
-        return [self._compare_with(point, name, points) for name, points in others.items()]
+        one to which the point itself belongs."""
+        return [
+            self._compare_with(point, name, points)
+            for name, points in self.stored.items()
+            if points and points[-1].both > 0 and point.scheme not in [p.scheme for p in points]
+        ]
 
     def _compare_with(self, point: Point, name: str, points: list[Point]) -> PointComparison:
         best = max(points, key=lambda p: p.accuracy)
