@@ -363,7 +363,7 @@ def register_tensors(kind: type, name: str, **identity: Any) -> None:
         isinstance(one, int | float) and not isinstance(one, bool) and -math.inf < one < math.inf
         for one in given
     )
-    if given is not None and not (given and are_numbers):
+    if given is not None and not (are_numbers and given):
         allowed = "a list or tuple of one or more numbers, or no such attribute"
         got = " ".join(reprlib.repr(given).split())  # an array has several lines
         raise ValueError(f"{kind.__name__}: densities: got {got}, allowed: {allowed}")
