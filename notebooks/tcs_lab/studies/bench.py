@@ -48,28 +48,6 @@ from tcs_lab.training.configuration import RunConfig
 from tcs_lab.training.side_by_side import uses_side_by_side
 from tcs_lab.training.training import Training
 
-Timing = dict[str, Any]  # one row of a bench record
-
-
-def _time_in_turns(
-    works: dict[str, Callable[[], Any]], repeat: int, device: Any
-) -> dict[str, Timing]:
-    """Call the works in turns, after one warm-up each. Return the median and quartiles of their seconds."""
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(repeat + 1):
-        for name, work in works.items():
-            start = time.perf_counter()
-            work()
-            if torch.device(device).type == "cuda":
-                torch.cuda.synchronize(device)
-            if turn:
-                seconds[name].append(time.perf_counter() - start)
-    timings = {}
-    for name, values in seconds.items():
-        low, median, high = map(float, np.quantile(values, [0.25, 0.5, 0.75]))
-        timings[name] = {"median": median, "low": low, "high": high, "n": len(values)}
-    return timings
-
 
 @dataclass
 class Bench:
@@ -78,7 +56,7 @@ class Bench:
     repeat: int = 7
     device: str = "auto"
     precision: str = "fp32"
-    rows: list[Timing] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def torch_device(self) -> torch.device:
@@ -88,12 +66,24 @@ class Bench:
         self, part: str, case: str, works: dict[str, Callable[[], Any]], times: int = 1,
         turns: int = 1, **numbers: float,
     ) -> None:  # fmt: skip
-        """Measure works that take turns, `repeat` times `turns` often.
+        """Measure works that take turns, `repeat` times `turns` often, after one warm-up each.
 
-        A call of a work does the same thing `times` times; rows have the time of one of them.
+        A call of a work does the same thing `times` times. Rows have the median and the quartiles of
+        the seconds of one of them.
         """
-        for name, timing in _time_in_turns(works, self.repeat * turns, self.torch_device).items():
-            timing |= {key: timing[key] / times for key in ("median", "low", "high")}
+        seconds: dict[str, list[float]] = {name: [] for name in works}
+        device = self.torch_device
+        for turn in range(self.repeat * turns + 1):
+            for name, work in works.items():
+                start = time.perf_counter()
+                work()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                if turn:
+                    seconds[name].append(time.perf_counter() - start)
+        for name, values in seconds.items():
+            low, median, high = (float(q) / times for q in np.quantile(values, [0.25, 0.5, 0.75]))
+            timing = {"median": median, "low": low, "high": high, "n": len(values)}
             self.rows.append({"part": part, "case": case, "work": name, **timing, **numbers})
 
 
