@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any, cast
 
@@ -276,13 +277,8 @@ def _make_drifting_deltas(
     """Make deltas (N, D) that change a little from call to call, as in a training."""
     generator = torch.Generator().manual_seed(0)
     base_ND = torch.randn(clients, dimension, generator=generator).pow_(3).to(device)
-    state = {"call": 0}
-
-    def next_ND() -> Tensor:
-        state["call"] += 1
-        return base_ND.mul_(1.01 if state["call"] % 2 else 1 / 1.01)
-
-    return base_ND, next_ND
+    factors = cycle([1.01, 1 / 1.01])
+    return base_ND, lambda: base_ND.mul_(next(factors))
 
 
 def bench_step(bench: Bench, dimension: int, clients: int, textbook: bool = True) -> None:
