@@ -463,12 +463,10 @@ def bench_table(record: dict[str, Any]) -> pd.DataFrame:
     """Make the table of a bench record: milliseconds, and each work relative to the one that says most:
     the parts of a round to its bare passes, ways to compress to the core's own. Codecs have no such base.
     """
+    timed = [row for row in record["rows"] if "median" in row]  # older records have other rows, too
+    times = {(row["part"], row["case"], row["work"]): row["median"] for row in timed}
     rows = []
-    times = {
-        (row["part"], row["case"], row["work"]): row["median"]
-        for row in record["rows"] if "median" in row
-    }  # fmt: skip
-    for row in (row for row in record["rows"] if "median" in row):
+    for row in timed:
         base = _BASES.get(row["part"], "")
         against = times.get((row["part"], row["case"], base))
         relative = {"Relative": f"{row['median'] / against:.2f} × {base}"} if against else {}
