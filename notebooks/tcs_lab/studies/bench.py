@@ -3,7 +3,6 @@ go to results/bench/. `BENCHES` lists the cases, each of which is a few lines of
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import re
@@ -297,34 +296,6 @@ def bench_step(bench: Bench, dimension: int, clients: int, textbook: bool = True
     part = "step" if textbook else "growth"
     case = f"D {dimension:,}, N {clients}"
     bench.measure(part, case, works, dimension=dimension, clients=clients)
-
-
-def memory_in_use(device: torch.device) -> int | None:
-    """Return the bytes in use now, of the device or of this process; None where it is not known."""
-    return _memory(device, "VmRSS", torch.cuda.memory_allocated)
-
-
-def peak_memory(device: torch.device) -> int | None:
-    """Return the most bytes in use since the last reset; None where it is not known."""
-    return _memory(device, "VmHWM", torch.cuda.max_memory_allocated)
-
-
-def _memory(device: torch.device, key: str, of_cuda: Callable[[Any], int]) -> int | None:
-    if device.type == "cuda":
-        return of_cuda(device)
-    with contextlib.suppress(OSError):
-        status = Path("/proc/self/status").read_text()
-        if found := re.search(rf"{key}:\s*(\d+) kB", status):
-            return 1024 * int(found[1])
-    return None
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Let `peak_memory` count anew from now on."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def bench_codecs(bench: Bench, dimension: int = 11_173_962) -> None:

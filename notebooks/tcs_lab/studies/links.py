@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,7 +41,6 @@ from tcs_core import TCSState, tcs_hook
 from tcs_lab.runs.jobs import Job, Tell
 from tcs_lab.runs.plans import Planning, Stage, plan_jobs
 from tcs_lab.runs.records import Record, git_state, provenance, results_folder
-from tcs_lab.studies.bench import memory_in_use, peak_memory, reset_peak_memory
 from tcs_lab.studies.optimizers import HookScheme, PowerSGDScheme, measure_loss
 from tcs_lab.studies.power_sgd import count_entries
 from tcs_lab.support.errors import format_value
@@ -213,11 +212,19 @@ def _limit(mbit: float | None) -> None:
         run_within(_SOON, words.split())
 
 
+def _read_memory(key: str) -> int | None:
+    """Return the bytes that this process uses now (VmRSS), or used at most (VmHWM); None if unknown."""
+    with suppress(OSError):
+        if found := re.search(rf"{key}:\s*(\d+) kB", Path("/proc/self/status").read_text()):
+            return 1024 * int(found[1])
+    return None
+
+
 def _measure(exchange: str, net: Net, links: list[float | None]) -> list[dict[str, Any]]:
-    device = torch.device("cpu")
     gc.collect()
-    reset_peak_memory(device)
-    before = memory_in_use(device)
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts anew from now on
+    before = _read_memory("VmRSS")
     model = _make_model(exchange, net)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     batch, rank, ranks = net.draw_batch(), dist.get_rank(), dist.get_world_size()
@@ -247,7 +254,7 @@ def _measure(exchange: str, net: Net, links: list[float | None]) -> list[dict[st
         )  # fmt: skip
     if rank == 0:
         _limit(None)
-    peak = peak_memory(device)
+    peak = _read_memory("VmHWM")
     for row in rows:
         row["peak"] = peak - before if peak is not None and before is not None else None
     return rows
