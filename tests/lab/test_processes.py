@@ -92,7 +92,7 @@ def measurement(mbit=(10.0,), ways=("plain",)):
 
 def test_a_measurement_of_links_has_a_limit_beyond_what_it_takes():
     """At least ten times the wire's part of it, and never none."""
-    wire = links.calculate_step("plain", links.Net(10, 1000), 2, 10.0, 0.0)
+    wire = links.calculate_wire("plain", links.Net(10, 1000), 2, 10.0)
     assert measurement().limit > 10 * wire
     assert measurement((None,)).limit > 0
 

@@ -215,9 +215,10 @@ def test_powersgd_has_about_the_bytes_of_tcs():
 
 def test_seconds_on_a_link_by_hand():
     """Two ranks of 1,010,000 parameters, 4.04 MB each, over a shared link of 8 Mbit/s, 1 MB/s: 8.08
-    s, and 1514/1448 of that for packets' heads; half a second without a limit."""
-    seconds = links.calculate_step("plain", links.Net(100, 100), 2, 8.0, 0.5)
-    assert seconds == pytest.approx(0.5 + 8.08 * 1514 / 1448)
+    s, and 1514/1448 of that for packets' heads; nothing without a limit."""
+    seconds = links.calculate_wire("plain", links.Net(100, 100), 2, 8.0)
+    assert seconds == pytest.approx(8.08 * 1514 / 1448)
+    assert links.calculate_wire("plain", links.Net(100, 100), 2, None) == 0.0
 
 
 def test_what_a_link_adds_over_bytes_by_rate():

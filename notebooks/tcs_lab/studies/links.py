@@ -167,17 +167,15 @@ def count_handed_bytes(exchange: str, net: Net) -> tuple[float, float]:
     return {"passes": 0.0, "plain": 4.0, "bf16": 2.0}[exchange] * net.parameters, 0.0
 
 
-def count_wire_bytes(exchange: str, net: Net, ranks: int) -> float:
-    """Count the bytes that one rank sends in a step, in rings, with the headers of packets."""
+def calculate_wire(exchange: str, net: Net, ranks: int, mbit: float | None) -> float:
+    """Calculate the seconds that the bytes of a step take on a link that all ranks share, in rings, with
+    the headers of packets. They take none without a limit (None)."""
+    if mbit is None:
+        return 0.0
     summed, gathered = count_handed_bytes(exchange, net)
-    sent = 2 * (ranks - 1) / ranks * summed + (ranks - 1) * gathered
-    return sent * _FRAME / _PAYLOAD
-
-
-def calculate_step(exchange: str, net: Net, ranks: int, mbit: float, unlimited: float) -> float:
-    """Calculate the seconds of a step where all ranks share the link: the time without a limit, plus the
-    time on the wire."""
-    return unlimited + 8 * ranks * count_wire_bytes(exchange, net, ranks) / (1e6 * mbit)
+    sent = 2 * (ranks - 1) / ranks * summed + (ranks - 1) * gathered  # by one rank
+    with_headers = sent * _FRAME / _PAYLOAD
+    return 8 * ranks * with_headers / (1e6 * mbit)
 
 
 # A rank ───────────────────────────────────────────────────────────────────────────────────────────
@@ -245,7 +243,7 @@ def _measure(exchange: str, net: Net, links: list[float | None]) -> list[dict[st
         if rank == 0:
             _limit(mbit)
         dist.barrier()
-        wire = calculate_step(exchange, net, ranks, mbit, 0.0) if mbit else 0.0
+        wire = calculate_wire(exchange, net, ranks, mbit)
         most = 9 if net.parameters < 10**8 else 5
         times = sorted(step() for _ in range(max(1, min(most, int(SECONDS / max(wire, 0.1))))))
         rows.append(
@@ -349,8 +347,7 @@ class LinkMeasurement(Job):
         for exchange in self.ways:
             seconds += _SOON * (1 + self.net.parameters / 1e7)  # to warm up
             for mbit in self.mbit:
-                wire = calculate_step(exchange, self.net, self.ranks, mbit, 0.0) if mbit else 0.0
-                seconds += SECONDS + wire
+                seconds += SECONDS + calculate_wire(exchange, self.net, self.ranks, mbit)
         return 10 * seconds
 
     def make(self, tell: Tell = None) -> Record:
@@ -437,9 +434,10 @@ class Links:
         passes = self.row("passes", net, measured_ranks)
         if free is None or passes is None:
             return None
+        wire = calculate_wire(exchange, net, ranks, mbit)
         if exchange not in ("plain", "bf16"):
-            return calculate_step(exchange, net, ranks, mbit, free["seconds"])
-        return max(free["seconds"], calculate_step(exchange, net, ranks, mbit, passes["seconds"]))
+            return free["seconds"] + wire
+        return max(free["seconds"], passes["seconds"] + wire)
 
     def seconds(
         self, exchange: str, net: Net, ranks: int, own_mbit: float
@@ -516,7 +514,7 @@ class Links:
             free = self.row(row["way"], Net.of(row), row["ranks"])
             if row["mbit"] is None or row["way"] == "passes" or free is None:
                 continue
-            with_headers = calculate_step(row["way"], Net.of(row), row["ranks"], row["mbit"], 0.0)
+            with_headers = calculate_wire(row["way"], Net.of(row), row["ranks"], row["mbit"])
             wire = with_headers * _PAYLOAD / _FRAME
             if wire > free["seconds"]:
                 ratios.append((row["seconds"] - free["seconds"]) / wire)
