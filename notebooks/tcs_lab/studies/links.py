@@ -387,10 +387,6 @@ def read_stages(*stages: str, results: str | Path | None = None) -> Links:
     return Links([row for job in jobs for row in job.read(results)["rows"]])
 
 
-def _case_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    return Net.of(row), *(row[name] for name in ("way", "ranks", "mbit"))
-
-
 def _read_old_rows(results: str | Path | None) -> list[dict[str, Any]]:
     """Read the rows that were measured before there was a record for each net."""
     path = results_folder("hook", results) / "links.json"
@@ -406,8 +402,10 @@ class Links:
             row | {"seconds": (row["low"] + row["high"]) / 2} if row.get("n") == 2 else row
             for row in rows
         ]
-        # The first of equal cases.
-        self._by_case = {_case_of(row): row for row in reversed(self.rows)}
+        self._by_case = {
+            (Net.of(row), row["way"], row["ranks"], row["mbit"]): row
+            for row in reversed(self.rows)  # so that the first of equal cases stays
+        }
 
     def row(
         self, exchange: str, net: Net, ranks: int = 2, mbit: float | None = None
