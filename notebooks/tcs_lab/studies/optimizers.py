@@ -463,10 +463,8 @@ class Costs:
         self.records = self._find_records(results)
         self.planned = len(stage.setups) * len(stage.seeds)
         losses = {run: final_loss(record) for run, record in self.records.items()}
-        self.diverged = {str(setup) for (setup, _), loss in losses.items() if loss == math.inf}
-        self.losses = {
-            run: loss for run, loss in losses.items() if str(run[0]) not in self.diverged
-        }
+        self.diverged = {setup for (setup, _), loss in losses.items() if loss == math.inf}
+        self.losses = {run: loss for run, loss in losses.items() if run[0] not in self.diverged}
         self.comparison = Comparison(self.losses, {})
         self.sizes = layer_sizes(make_model(stage, 0))
 
@@ -510,7 +508,7 @@ class Costs:
                    "Scheme": setup.scheme, "n": len(found),
                    "Bytes per step": f"{bytes_per_step(self.stage.schemes[setup.scheme], self.sizes):,}",
                    "Test loss": f"{self.mean_loss(setup):.3f}", "Cost": "", "Verdict": ""}  # fmt: skip
-            if setup.scheme != "dense" and str(setup) not in self.diverged:
+            if setup.scheme != "dense" and setup not in self.diverged:
                 cost = self.cost(setup)
                 row |= {"Cost": f"{cost.value:+.3f} ± {cost.half:.3f}", "Verdict": self.judge(cost)}
             rows.append(row)
