@@ -132,24 +132,21 @@ def _show(shell: Any, kind: type, error: BaseException, trace: TracebackType, **
 
 def _shorten(error: BaseException, trace: TracebackType) -> str | None:
     """Return the line that stands for a traceback, or None if the traceback should be shown."""
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
+    files = [frame.f_code.co_filename for frame in frames]
     if isinstance(error, KeyboardInterrupt):
         ours = [name for name in files if name.startswith(_OURS)]
         goes_on = "; run the cell again to go on: the epochs that are finished are kept"
         runs = any(name.startswith(str(LAB / "runs")) for name in ours)
         return "interrupted" + goes_on * runs if ours else None
     if isinstance(error, OSError):
-        of_python = [
-            name.startswith(_STANDARD_LIBRARY) and "site-packages" not in name for name in files
-        ]
-        asked = [name for name, is_python in zip(files, of_python, strict=True) if not is_python]
+        asked = [
+            name for name in files
+            if "site-packages" in name or not name.startswith(_STANDARD_LIBRARY)
+        ]  # fmt: skip
         return one_line(error) if asked and asked[-1].startswith(_OURS) and str(error) else None
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    code = trace.tb_frame.f_code
     if isinstance(error, NameError):
-        of_a_cell = trace.tb_frame.f_globals is trace.tb_frame.f_locals
+        of_a_cell = frames[-1].f_globals is frames[-1].f_locals
         missing = f"{error.name} is not defined; first run the cells above, from the parameters on"
         return missing if of_a_cell else None
-    refused = code.co_filename.startswith(_OURS) and str(error)
-    return one_line(error) if refused else None
+    return one_line(error) if files[-1].startswith(_OURS) and str(error) else None
