@@ -64,11 +64,9 @@ def write_whole(path: Path, write: Callable[[Any], Any]) -> None:
 _unsaved: list[Path] = []  # the files that this process could not write, in order
 
 
-def write_if_possible(path: Path, write: Callable[[Any], Any]) -> bool:
-    """Write a file that a notebook shows as well. Return False if it cannot be written.
-
-    The first time that this happens, one line says so; the notebook goes on.
-    """
+def write_if_possible(path: Path, write: Callable[[Any], Any]) -> None:
+    """Write a file that a notebook shows as well. The first time that one cannot be written, one line
+    says so; the notebook goes on."""
     try:
         write_whole(path, write)
     except OSError as error:
@@ -76,8 +74,6 @@ def write_if_possible(path: Path, write: Callable[[Any], Any]) -> bool:
             reason = f"{error.strerror or error}: {error.filename or path}"
             print(f"Nothing can be saved here ({reason}), but everything is shown.", flush=True)
         _unsaved.append(path)
-        return False
-    return True
 
 
 def write_json(path: Path, content: Any) -> None:
