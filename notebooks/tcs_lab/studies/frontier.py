@@ -254,9 +254,7 @@ class FrontierTraining(HookTraining):
         return super().identity | {"tested_on": "validation" if self.is_sweep else "test"}
 
     def path(self, results: str | Path | None = None) -> Path:
-        scheme = self.setup.scheme.replace(" %", "").replace(" ", "-")
-        corrected = "-corrected" if self.setup.corrected else ""
-        name = f"{self.setup.optimizer}{corrected}-{scheme}"
+        name = self.setup.file_name
         name = f"rate-{name}-{self.rate:g}" if self.is_sweep else f"{name}-{self.seed}"
         return results_folder("hook", results) / "frontier" / self.stage.stage / f"{name}.json"
 

@@ -47,6 +47,13 @@ class Setup:
     def __str__(self) -> str:
         return f"{self.optimizer}{' corrected' if self.corrected else ''}, {self.scheme}"
 
+    @property
+    def file_name(self) -> str:
+        """The setup as it stands in the names of files."""
+        corrected = "-corrected" if self.corrected else ""
+        scheme = self.scheme.replace(" %", "").replace(" ", "-")
+        return f"{self.optimizer}{corrected}-{scheme}"
+
 
 # The plan, and its trainings as jobs ──────────────────────────────────────────────────────────────
 
@@ -212,9 +219,7 @@ class HookTraining(Job):
         return f"{self.name}, step {row['step']}/{self.steps}, test loss {row['loss']}"
 
     def path(self, results: str | Path | None = None) -> Path:
-        corrected = "-corrected" if self.setup.corrected else ""
-        scheme = self.setup.scheme.replace(" %", "").replace(" ", "-")
-        name = f"{self.setup.optimizer}{corrected}-{scheme}-{self.seed}.json"
+        name = f"{self.setup.file_name}-{self.seed}.json"
         if self.is_sweep:
             name = f"sweep-{self.setup.optimizer}-{self.rate:g}.json"
         return results_folder("hook", results) / self.stage.stage / name
