@@ -164,19 +164,12 @@ class FrontierStage(GPTSettings, Stage):
     def try_rates(
         self, setup: Setup, results: str | Path | None = None
     ) -> dict[float, float | None]:
-        """Return the rates that are tried for a setup, each with minus its final loss on validation text.
-
-        That is None if the training is not made yet.
-        """
-
-        def score(rate: float) -> float | None:
-            job = self.make_tuning_job(setup, rate)
-            return -final_loss(job.read(results)) if job.is_made(results) else None
-
-        def go_on(rate: float, side: int) -> float:
-            return float(f"{rate * self.tuning.factor**side:.4g}")
-
-        return widen_search(self._first_rates(setup), score, go_on)
+        """Return the rates that are tried for a setup, each with its training's score on validation text."""
+        return widen_search(
+            self._first_rates(setup),
+            lambda rate: self.make_tuning_job(setup, rate).score(results),
+            lambda rate, side: float(f"{rate * self.tuning.factor**side:.4g}"),
+        )
 
     def choose_rate(self, setup: Setup, results: str | Path | None = None) -> float | None:
         """Return the best rate, or None while a training that tunes it is missing."""

@@ -163,18 +163,12 @@ class HookStage(GPTSettings, Stage):
     def try_rates(
         self, optimizer: str, results: str | Path | None = None
     ) -> dict[float, float | None]:
-        """Return the rates that the sweep of one optimizer tries, each with minus its final test loss.
-
-        That is None if the training is not made yet. The list is widened until the best rate is
-        neither the smallest nor the largest.
-        """
-
-        def score(rate: float) -> float | None:
-            job = self.sweep_job(optimizer, rate)
-            return -final_loss(job.read(results)) if job.is_made(results) else None
-
+        """Return the rates that the sweep of one optimizer tries, each with its training's score. The list
+        is widened until the best rate is neither the smallest nor the largest."""
         return widen_search(
-            self.sweep.rates[optimizer], score, lambda rate, side: next_rate(rate, 3.0**side)
+            self.sweep.rates[optimizer],
+            lambda rate: self.sweep_job(optimizer, rate).score(results),
+            lambda rate, side: next_rate(rate, 3.0**side),
         )
 
 
@@ -256,6 +250,10 @@ class HookTraining(Job):
     def make_windows(self) -> Windows:
         """Make the windows of the text that it trains on, and of the text that it is tested on."""
         return Windows(self.stage, self.seed)
+
+    def score(self, results: str | Path | None = None) -> float | None:
+        """Return minus the final test loss, or None if the training is not made yet."""
+        return -final_loss(self.read(results)) if self.is_made(results) else None
 
     def seconds_alone(self, results: str | Path | None = None) -> float | None:
         """Estimate the seconds of this training by those that are made."""
