@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ def find_records(
     what the facts of other kinds are. ValueError names a file that can't be read, or a fact that
     records of this kind do not have.
     """
-    folders = _Wanted({key: glob.escape(str(value)) for key, value in facts.items()})
+    # A part of the path that is not given may be any.
+    folders = defaultdict(lambda: "*", {k: glob.escape(str(v)) for k, v in facts.items()})
     there = sorted(results_folder("", results).glob(kind.pattern.format_map(folders)))
     records = {}
     for path in there:
@@ -32,10 +34,3 @@ def find_records(
         if all(known[key] == value for key, value in facts.items()):
             records[path] = record
     return records
-
-
-class _Wanted(dict):
-    """The wanted parts of a file's path; a part that is not given may be any."""
-
-    def __missing__(self, key: str) -> str:
-        return "*"
