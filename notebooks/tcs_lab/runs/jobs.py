@@ -108,7 +108,8 @@ class Job(ABC):
     def read(self, results: str | Path | None = None) -> Record:
         """Read the job's record; ValueError names the file and what is wrong with it."""
         path = self.path(results)
-        return read_json_record(path, lambda record: self.check(record, path), _AGAIN)
+        advice = "; delete it to run again"
+        return read_json_record(path, lambda record: self.check(record, path), advice)
 
     def is_made(self, results: str | Path | None = None) -> bool:
         return self.path(results).exists()
@@ -136,9 +137,6 @@ class Job(ABC):
     def facts(cls, record: Record, path: Path) -> Mapping[str, Any]:
         """The facts by which `index.find_records` finds records of this kind."""
         return record
-
-
-_AGAIN = "; delete it to run again"
 
 
 def make_job(
