@@ -103,21 +103,20 @@ def _refuse_constant(name: str) -> None:
 def provenance(config: RunConfig | None = None) -> dict[str, Any]:
     """Which code made a record, on which machine and when. For a run also what decides how its sums
     are rounded."""
-    usual = {"torch": torch.__version__, "numpy": np.__version__, "device": cpu_name()}
+    if config is None:
+        how = {"torch": torch.__version__, "numpy": np.__version__, "device": cpu_name()}
+    else:
+        way = "compiled" if uses_compilation(config) else config.torch_device.type
+        how = rounding(config) | {"repeats": _REPEATS[way]}
     return {
         "core_sha256": _CORE_SHA256,
         "lab_sha256": _LAB_SHA256,
         **git_state(),
         "python": platform.python_version(),
         **_threads(config),
-        **(usual if config is None else rounding(config)),
-        **({} if config is None else {"repeats": _repeats(config)}),
+        **how,
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-
-
-def _repeats(config: RunConfig) -> str:
-    return _REPEATS["compiled" if uses_compilation(config) else config.torch_device.type]
 
 
 _REPEATS = {
