@@ -147,14 +147,11 @@ def _threads(config: RunConfig | None) -> dict[str, int]:
     return {"threads": (config and config.threads) or torch.get_num_threads()}
 
 
-def _sha256_of(*files: Path) -> str:
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
 # These are hashes of the code that was imported, whatever is edited later.
 _CORE_SOURCE = Path(tcs_core.__file__).read_bytes()
 _CORE_SHA256 = hashlib.sha256(_CORE_SOURCE).hexdigest()
-_LAB_SHA256 = _sha256_of(*sorted(LAB.rglob("*.py")))
+_LAB_SOURCES = [file.read_bytes() for file in sorted(LAB.rglob("*.py"))]
+_LAB_SHA256 = hashlib.sha256(b"".join(_LAB_SOURCES)).hexdigest()
 
 
 @cache
