@@ -53,13 +53,12 @@ _TABLE = {
         Field(description="a number of seeds from 1 to 10000, or a list of them"),
     ],
 }
-_PHIS = ("phi_global", "phi_local", "phi_down", "phi_min_global", "phi_min_local")
 
-SCHEME_KEYS = set(_PHIS)
+SCHEME_KEYS = {"phi_global", "phi_local", "phi_down", "phi_min_global", "phi_min_local"}
 PARAMETERS = set(_TABLE) | SCHEME_KEYS | RUN_KEYS
 
 _CHECKS = RUN_CHECKS | {key: make_check(kind) for key, kind in _TABLE.items()}
-_CHECKS |= dict.fromkeys(_PHIS, make_check(Annotated[float, Field(ge=1e-12, le=1)] | None))
+_CHECKS |= dict.fromkeys(SCHEME_KEYS, make_check(Annotated[float, Field(ge=1e-12, le=1)] | None))
 
 
 def check_parameter(key: str, value: Any) -> Any:
