@@ -315,8 +315,13 @@ def keep_planned(configs: Iterable[RunConfig], profile: str) -> list[RunConfig]:
 def _read_planning(
     path: str | Path, changes: Mapping[str, Any] | None, results: str | Path | None
 ) -> Planning:
-    read, profile = read_plan(path), dict[str, Any]()
-    changes = _check_changes(changes)
+    read, profile, changes = read_plan(path), dict[str, Any](), dict(changes or {})
+    refused = dict.fromkeys(("schemes", "seeds", "jobs"), "none, because the plan says it")
+    if any(isinstance(stage, TrainingStage) and stage.tune for stage in read.stages):
+        refused |= dict.fromkeys(RATES, f"none with {path}, which tunes the rates")
+    for key, allowed in refused.items():
+        if key in changes:
+            raise ValueError(f"{key}: got {format_value(changes[key])}, allowed: {allowed}")
     if read.profile is not None:
         profile = {"learning_rate": 0.5} | read_params([Path(path).parent / read.profile])
     elif changes:
@@ -324,23 +329,7 @@ def _read_planning(
         raise ValueError(
             f"{given}: got parameters of runs, allowed: none with {path}, whose jobs are not runs"
         )
-    if any(isinstance(stage, TrainingStage) and stage.tune for stage in read.stages):
-        for key in RATES:
-            if key in changes:
-                got = format_value(changes[key])
-                raise ValueError(
-                    f"{key}: got {got}, allowed: none with {path}, which tunes the rates"
-                )
     return Planning(read, profile, changes, results)
-
-
-def _check_changes(changes: Mapping[str, Any] | None) -> dict[str, Any]:
-    changes = dict(changes or {})
-    for key in ("schemes", "seeds", "jobs"):
-        if key in changes:
-            got = format_value(changes[key])
-            raise ValueError(f"{key}: got {got}, allowed: none, because the plan says it")
-    return changes
 
 
 # Tuned stages ─────────────────────────────────────────────────────────────────────────────────────
