@@ -114,7 +114,7 @@ def test_nothing_is_begun_that_does_not_end(monkeypatch, left):
     expected = {"FedAvg": 1.3, "TCS": 1.3, "TCS-Q5": 6.6, "top-K": 5.7, "Baseline": 11, "rand-K": 2}
     machine = Machine(monkeypatch, SHARING, {name: 60 * t for name, t in expected.items()})
     made = Deadline([Run(config(name), minutes) for name, minutes in expected.items()], SHARING)
-    records = made.make(left, progress=False)
+    records = made.make(left)
     assert not machine.stopped and len(records) == len(machine.begun) == len(machine.ended)
     assert max(machine.ended.values()) <= 60 * left + 6  # of rounding up to a poll
     assert [name for name, _ in machine.begun][:2] == ["FedAvg", "TCS"]
@@ -131,7 +131,7 @@ def test_what_is_too_slow_is_stopped_when_time_is_up(monkeypatch):
     monkeypatch.setattr(deadline, "_POLL_SECONDS", 1.0)
     machine = Machine(monkeypatch, [1.0], {"TCS": 180, "top-K": 30})
     made = Deadline([Run(config("TCS"), 1.0), Run(config("top-K"), 1.0)], [1.0])
-    assert made.make(2.0, progress=False) == []
+    assert made.make(2.0) == []
     assert machine.stopped == ["TCS"] and machine.now == pytest.approx(120, abs=1)
     assert list(made.table().outcome) == [
         "stopped after epoch 0; goes on after epoch 0", "not begun: 1.0 minutes alone",
@@ -143,7 +143,7 @@ def test_a_run_that_fails_or_is_made_elsewhere_keeps_no_other_back(monkeypatch):
     seconds = {"TCS": 30, "top-K": 20, "FedAvg": 40, "rand-K": 60}
     Machine(monkeypatch, SHARING, seconds, exitcodes={"TCS": 1, "FedAvg": 0})
     made = Deadline([Run(config(name), 1.0) for name in seconds], SHARING)
-    assert len(made.make(12, progress=False)) == 2 and made.failed
+    assert len(made.make(12)) == 2 and made.failed
     assert list(made.table().outcome) == [
         "failed (exit code 1)", "made in 0.7 minutes",
         "left to another process, which is making it", "made in 1.3 minutes",
@@ -156,7 +156,7 @@ def test_no_more_than_so_many_jobs(monkeypatch):
     for jobs in (1, 2, 3, 9):
         machine = Machine(monkeypatch, SHARING, dict.fromkeys(names, 60.0))
         planned = [Run(config(name), 1.0) for name in names]
-        Deadline(planned, SHARING, most=jobs).make(12, progress=False)
+        Deadline(planned, SHARING, most=jobs).make(12)
         at_once = [len(list(same)) for _, same in itertools.groupby(t for _, t in machine.begun)]
         assert at_once[0] == min(jobs, 3) and sum(at_once) == 4
 

@@ -99,8 +99,8 @@ class Attempt:
 class _Follower(Progress):
     """The line of progress, which also notes for each job how long its parts took."""
 
-    def __init__(self, attempts: dict[str, Attempt], enabled: bool):
-        super().__init__([attempt.job for attempt in attempts.values()], enabled)
+    def __init__(self, attempts: dict[str, Attempt]):
+        super().__init__([attempt.job for attempt in attempts.values()])
         self.attempts, self.slowdown = attempts, 1.0
 
     def show_row(self, digest: str, row: dict[str, Any]) -> None:
@@ -147,11 +147,11 @@ class Deadline:
         self.running: list[Attempt] = []
         self.made: list[Attempt] = []
 
-    def make(self, minutes: float, progress: bool = True) -> list[Record]:
+    def make(self, minutes: float) -> list[Record]:
         """Make what fits into so many minutes from now, and return the new records. A job that has not
         ended by then is told to end, and goes on from its last checkpoint the next time."""
         ends = time.monotonic() + 60 * minutes
-        bar = _Follower({one.job.digest: one for one in self.waiting}, progress)
+        bar = _Follower({one.job.digest: one for one in self.waiting})
         with bar, show_rows(bar) as told:
             try:
                 while (left := ends - time.monotonic()) > 0:
