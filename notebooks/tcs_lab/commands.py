@@ -236,12 +236,10 @@ class _PlannedStage:
 
 
 def _list_stages(arguments: argparse.Namespace, changes: dict[str, Any]) -> list[_PlannedStage]:
-    results, stages = arguments.results, []
+    results = arguments.results
     named = _each_stage(arguments, lambda file: plan_jobs(file, changes, results))
     follow = cache(lambda file: jobs_to_follow(file, changes, results))
-    for file, name, jobs in named:
-        stages.append(_PlannedStage(file, name, jobs, follow(file)[name]))
-    return stages
+    return [_PlannedStage(file, name, jobs, follow(file)[name]) for file, name, jobs in named]
 
 
 def _sum(stages: list[_PlannedStage], results: str | Path | None) -> tuple[int, Expected]:
