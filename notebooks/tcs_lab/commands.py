@@ -192,8 +192,8 @@ def _check_minutes(arguments: argparse.Namespace) -> None:
 def _make_in_time(arguments: argparse.Namespace, jobs: list[Job]) -> int:
     """Make those jobs of a plan that fit into some minutes, and say what has become of all of them."""
     file, _ = _file_and_stage(arguments.plan[0])
-    where = arguments.results, arguments.jobs, arguments.pack
-    deadline = Deadline(jobs, read_plan(file).sharing, *where)
+    sharing = read_plan(file).sharing
+    deadline = Deadline(jobs, sharing, arguments.results, arguments.jobs, arguments.pack)
     records = deadline.make(arguments.minutes)
     print(plain_markdown(deadline.table()))
     made = [attempt.job for attempt in deadline.made]
