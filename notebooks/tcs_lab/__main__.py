@@ -143,6 +143,7 @@ def _add_runs(command: Command) -> None:
             help="how many runs are made at once (default: what the files say, or 1)",
         )
         _add_common(add)
+        _add_dry_run(add)
     vary(
         "--setting",
         action="append",
@@ -186,7 +187,8 @@ def _add_plans(command: Command) -> None:
     queue("--pack", metavar="FILE",
           help="with --minutes: write a tar file of the new records after each run")  # fmt: skip
     _add_common(queue)
-    _add_common(status, trains=False)
+    _add_dry_run(queue)
+    _add_common(status)
 
 
 def _add_repeat(command: Command) -> None:
@@ -253,12 +255,10 @@ def _add_measurements(command: Command) -> None:
     bench("--results", help="the results folder (default: results/ beside notebooks/)")
 
 
-def _add_common(add: Callable[..., Any], trains: bool = True) -> None:
+def _add_common(add: Callable[..., Any]) -> None:
     add("--set", action="append", default=[], metavar="KEY=VALUE",
         help="a further parameter; the value is read as YAML (may be repeated)")  # fmt: skip
     add("--results", help="the results folder (default: results/ beside notebooks/)")
-    if trains:
-        _add_dry_run(add)
 
 
 def _add_dry_run(add: Callable[..., Any]) -> None:
