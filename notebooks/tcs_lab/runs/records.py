@@ -150,8 +150,8 @@ def _threads(config: RunConfig | None) -> dict[str, int]:
 # These are hashes of the code that was imported, whatever is edited later.
 _CORE_SOURCE = Path(tcs_core.__file__).read_bytes()
 _CORE_SHA256 = hashlib.sha256(_CORE_SOURCE).hexdigest()
-_LAB_SOURCES = [file.read_bytes() for file in sorted(LAB.rglob("*.py"))]
-_LAB_SHA256 = hashlib.sha256(b"".join(_LAB_SOURCES)).hexdigest()
+_LAB_SOURCE = b"".join(file.read_bytes() for file in sorted(LAB.rglob("*.py")))
+_LAB_SHA256 = hashlib.sha256(_LAB_SOURCE).hexdigest()
 
 
 @cache
