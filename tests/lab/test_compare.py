@@ -948,12 +948,22 @@ WRONG = {
 
 
 @pytest.mark.parametrize(
-    "given", ["0.01", "()", "[(1, 2)]", "[0.01, None]", "['low']", "[True]", "[float('nan')]"]
+    "given",
+    [
+        "0.01",
+        "()",
+        "torch.ones(2)",
+        "[(1, 2)]",
+        "[0.01, None]",
+        "['low']",
+        "[True]",
+        "[float('nan')]",
+    ],
 )
 def test_densities_are_a_list_of_numbers(folder, capsys, given):
     text = SIGNS.replace("class Signs:", f"class Signs:\n    densities = {given}\n")
     line = error_of(folder, capsys, written(folder, text))
-    got = given.replace("float('nan')", "nan")
+    got = given.replace("float('nan')", "nan").replace("torch.ones(2)", "tensor([1., 1.])")
     assert f"Signs: densities: got {got}, allowed: a list or tuple of one or more numbers" in line
 
 
