@@ -129,7 +129,7 @@ def test_a_state_of_another_scheme_seed_or_model_changes_nothing():
     wide = tcs.Federation(nn.Linear(6, 3), loaders(), "TCS-L2", 0.1)
     others = [
         (federation("TCS-L3"), "state: scheme: name: got .*; local_steps: got 3, allowed: 2$"), (federation("TCS-L2", seed=4), "state: seed: got 4, allowed: 0"),
-        (wide, r"state: theta_D: got shape \(21,\)"), (federation("TCS-L2", feed=loaders(3)), "state: .*got"),
+        (wide, r"state: layers: got \('weight', \[3, 6\]\), allowed: \('0\.weight'"), (federation("TCS-L2", feed=loaders(3)), "state: .*got"),
     ]  # fmt: skip
     for other, text in others:
         other.round()

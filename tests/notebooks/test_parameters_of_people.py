@@ -112,7 +112,7 @@ LOOPS = {
         f"federation = tcs.Federation(torch.nn.Linear(6, 3), {BATCHES}, 'TCS', 0.1)\n"
         "while True:\n    federation.round()"
     ),
-    "compression": "made = tcs.Compressor('TCS', [10**6], 2)\nwhile True:\n    made.step(torch.ones(2, 10**6))",
+    "compression": "made = tcs.Compressor('TCS', [10**6], 2)\ndeltas = torch.ones(2, 10**6)\nwhile True:\n    made.step(deltas)",
 }  # fmt: skip
 
 
