@@ -3701,8 +3701,7 @@ class Federation:
                 self.trainer.left_S = average_S
         except BaseException as error:
             if isinstance(error, NotFiniteError):
-                # the moments of this client's optimizer are not finite either
-                self.trainer.optimizers.pop(error.client, None)
+                self.trainer.optimizers.pop(error.client, None)  # its moments are not finite either
             if "more than 1 value per channel" in str(error):  # torch's message for a batch norm
                 error.add_note(
                     "a batch of one sample: DataLoader(drop_last=True) leaves out such a rest"
