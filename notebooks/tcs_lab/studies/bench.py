@@ -66,7 +66,7 @@ class Bench:
         self, part: str, case: str, works: dict[str, Callable[[], Any]], times: int = 1,
         turns: int = 1, **numbers: float,
     ) -> None:  # fmt: skip
-        """Measure works that take turns, `repeat` times `turns` often, after one warm-up each.
+        """Measure each work `repeat` times `turns` times, after one warm-up. The works take turns.
 
         A call of a work does the same thing `times` times. Rows have the median and the quartiles of
         the seconds of one of them.
