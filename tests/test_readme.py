@@ -1,5 +1,4 @@
-"""README: what is generated is up to date, its numbers have one source, its commands, links and code
-are real."""
+"""README is up to date with its template and the stored runs, and its commands, links and code are real."""
 
 import math
 import os
@@ -9,15 +8,14 @@ import sys
 
 import matplotlib
 import pytest
-import readme_table
 import tcs_lab as lab
 import torch
-from readme_table import README
+import write_readme
 from torch import nn
 
 import tcs_core as tcs
 
-TEXT = README.read_text(encoding="utf-8")
+TEXT = (write_readme.ROOT / "README.md").read_text(encoding="utf-8")
 CODE = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 COMMANDS = (
     "pip install uv",
@@ -30,32 +28,20 @@ COMMANDS = (
 # What is generated ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_is_generated_is_up_to_date():
-    assert readme_table.with_blocks(TEXT) == TEXT, "run: uv run python tests/readme_table.py"
+@pytest.mark.parametrize("page", write_readme.PAGES, ids=lambda page: page.parent.name)
+def test_a_page_is_up_to_date(page):
+    text = page.read_text(encoding="utf-8")
+    assert text == write_readme.render(page), "run: uv run python tests/write_readme.py"
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", text)
+    assert links and not [link for link in links if not (page.parent / link).exists()]
 
 
-@pytest.mark.parametrize("which", ["megabytes", "round"])
-def test_pictures_are_generated(tmp_path, which):
+@pytest.mark.parametrize("path", write_readme.PICTURES, ids=lambda path: path.name)
+def test_a_picture_is_up_to_date(tmp_path, path):
     matplotlib.rcdefaults()  # whatever cells of notebooks have set in this process
-    draw, path = {
-        "megabytes": (readme_table.picture, readme_table.picture_path()),
-        "round": (readme_table.draw_round, readme_table.ROUND_PATH),
-    }[which]
-    lab.save_figure(draw(), tmp_path / "figure")
+    lab.save_figure(write_readme.PICTURES[path](), tmp_path / "figure")
     stored = path.with_suffix(".png").read_bytes()
     assert (tmp_path / "figure.png").read_bytes() == stored, "run the same"
-
-
-def test_the_page_about_the_evidence_is_up_to_date():
-    path = readme_table.EVIDENCE_PAGE_PATH
-    text = path.read_text(encoding="utf-8")
-    assert text == readme_table.evidence_page(), "run the same"
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", text)
-    assert links and not [link for link in links if not (path.parent / link).exists()]
-
-
-def test_its_other_numbers_have_a_source():
-    assert [words for words in readme_table.numbers() if words not in TEXT] == []
 
 
 # Commands and links ───────────────────────────────────────────────────────────────────────────────
@@ -69,15 +55,14 @@ def test_the_commands_stand_there_word_for_word():
 
 
 def test_every_file_it_names_exists():
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", TEXT)
     words = re.findall(r"\b(?:notebooks|params|tests|results)/[\w./-]+\.\w+", TEXT)
     made = re.compile(r"results/quick/")  # by the reader's command
-    named = {n for n in links + words if not made.match(n)}
+    named = {word for word in words if not made.match(word)}
     assert named and not [n for n in named if not (lab.ROOT / n).exists()]
 
 
 def test_its_table_has_every_notebook_once():
-    table = TEXT.partition("<!-- notebooks:")[2].partition("<!-- end of notebooks")[0]
+    table = TEXT.partition("\n## The notebooks\n")[2].partition("\n## ")[0]
     listed = re.findall(r"^\| .*\]\(notebooks/(\w+)\.ipynb\)", table, re.M)
     assert sorted(listed) == sorted(p.stem for p in (lab.ROOT / "notebooks").glob("[0-9]*.ipynb"))
 
