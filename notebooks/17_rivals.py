@@ -395,7 +395,7 @@ print("By these intervals,", "; ".join(f"{', '.join(names)} {'is' if len(names) 
 # | CocktailSGD (text only) | of a random part of the entries the largest, with few bits; the server does the same | Wang et al., 2023 (ICML) | all clients have the same model, and add what was not sent to their next message |
 #
 # All but QSGD keep what they have not sent, and add it to their next message. Our code for them is in `tcs_lab/schemes/rivals.py` and
-# `tcs_lab/schemes/low_rank.py`, and their tests are in `tests/lab/test_rivals.py`.
+# `tcs_lab/schemes/low_rank.py`, and their tests are in `tests/lab/schemes/test_rivals.py`.
 
 # %% [markdown]
 # ## The bits of one message

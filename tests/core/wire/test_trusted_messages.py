@@ -182,7 +182,7 @@ def quantized(bits, count=4):
     return tcs.Message.of(values, torch.arange(0, 2 * count, 2), bits)
 
 
-@pytest.mark.parametrize("pair", itertools.permutations([32, 5, 2, 1], 2))
+@pytest.mark.parametrize("pair", list(itertools.permutations([32, 5, 2, 1], 2)))
 def test_values_of_other_bits_than_the_wires_are_not_encoded(pair):
     """A float message on a wire of few bits, and the other way round."""
     bits, wire_bits = pair
