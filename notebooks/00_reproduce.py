@@ -72,8 +72,6 @@ side_by_side = (
     None  # True: all clients in one pass; False: in turns; None: by the size of the network
 )
 client_threads = None  # True: one thread per client; the same numbers for any number of threads
-compiled = None  # True: passes by torch.compile; the same numbers up to rounding
-errors_limit = None  # MB of memory for the errors of all clients; what exceeds it is kept in a file
 graph = None  # True: rounds of static shapes, on a GPU as one CUDA graph
 device = None  # auto, cpu or cuda
 

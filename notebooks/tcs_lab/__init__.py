@@ -88,7 +88,7 @@ __getattr__, __dir__ = lazily(
         "evidence.sentences": "read_sentences sentences_table",
         "evidence.unequal_clients": "unequal_by_seed unequal_costs unequal_masks",
         "evidence.paper_tables": "draw_table",
-        "studies.bench": "bench_codecs bench_compiled bench_round bench_step bench_table run_benches",
+        "studies.bench": "bench_codecs bench_round bench_step bench_table run_benches",
         "teaching.cells": (
             "ListeningLink Statements bold check_values judge_mean paired_gain "
             "show_code show_figures"

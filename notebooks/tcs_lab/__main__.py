@@ -25,9 +25,8 @@ exit codes:
   141  nobody reads what is printed, as after `| head`
   143  terminated by SIGTERM; all files on disk are whole"""
 
-BENCH_PARTS = ("round", "paper", "compiled", "step", "codecs", "growth")
-WHERE_OPTIONS = ("client_threads", "compiled", "data_root", "device", "errors_limit", "graph",
-          "side_by_side", "threads")  # fmt: skip
+BENCH_PARTS = ("round", "paper", "step", "codecs", "growth")
+WHERE_OPTIONS = ("client_threads", "data_root", "device", "graph", "side_by_side", "threads")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -189,8 +189,8 @@ def _timed_pace(config: RunConfig) -> float:
     few = replace(
         config, clients=max(1, min(config.client_count, clients)),
         participation=1.0, dirichlet_alpha=None, warmup_epochs=0, test_unused=False,
-        learning_rate=1e-3, centralized_learning_rate=1e-3, errors_limit=None,
-        graph=False, compiled=False,
+        learning_rate=1e-3, centralized_learning_rate=1e-3,
+        graph=False,
     )  # fmt: skip
     key = _kinds(few.identity())[1], few.client_count, few.batch, few.threads, few.torch_device
     if key not in _TIMED:

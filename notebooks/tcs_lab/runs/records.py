@@ -31,7 +31,6 @@ from tcs_lab.support.files import write_json
 from tcs_lab.support.paths import IS_CLONE, LAB, ROOT
 from tcs_lab.training.bf16_convolutions import uses_bf16_convolutions
 from tcs_lab.training.client_threads import uses_client_threads
-from tcs_lab.training.compiled import uses_compilation
 from tcs_lab.training.configuration import RUN_KEYS, RunConfig, digest_of
 from tcs_lab.training.cuda_graph import uses_static_rounds
 from tcs_lab.training.side_by_side import uses_side_by_side
@@ -106,8 +105,7 @@ def provenance(config: RunConfig | None = None) -> dict[str, Any]:
     if config is None:
         how = {"torch": torch.__version__, "numpy": np.__version__, "device": cpu_name()}
     else:
-        way = "compiled" if uses_compilation(config) else config.torch_device.type
-        how = rounding(config) | {"repeats": _REPEATS[way]}
+        how = rounding(config) | {"repeats": _REPEATS[config.torch_device.type]}
     return {
         "core_sha256": _CORE_SHA256,
         "lab_sha256": _LAB_SHA256,
@@ -122,7 +120,6 @@ def provenance(config: RunConfig | None = None) -> dict[str, Any]:
 _REPEATS = {
     "cpu": "bit for bit, on this kind of processor with these threads and versions",
     "cuda": "within rounding: sums on a GPU have no fixed order",
-    "compiled": "within rounding: the C++ compiler decides, too",
     "mixed": "within rounding: it went on from a checkpoint that was made in another of these ways",
 }
 
@@ -138,7 +135,6 @@ def rounding(config: RunConfig) -> dict[str, Any]:
         "graph": not config.wire and uses_static_rounds(config, Link()),
         "side_by_side": uses_side_by_side(config),
         "client_threads": one_core,
-        "compiled": uses_compilation(config),
         "bf16_convolutions": uses_bf16_convolutions(config),
     }
 
@@ -316,7 +312,7 @@ def config_of(record: dict[str, Any], **where: Any) -> RunConfig:
     """
     given, made = dict(record["config"]), record["provenance"]
     how = {"threads": made.get("threads")}
-    ways = ("graph", "side_by_side", "client_threads", "compiled")
+    ways = ("graph", "side_by_side", "client_threads")
     how |= {way: made.get(way, False) for way in ways}
     known = (field.name for field in dataclasses.fields(Scheme))
     reject_unknown(given["scheme"], known, "field of a record's scheme")

@@ -43,7 +43,6 @@ from tcs_lab.runs.records import (
 from tcs_lab.runs.runs import keep_freed_memory, set_arithmetic
 from tcs_lab.support.errors import reject_unknown
 from tcs_lab.tasks.images import synthetic_dataset
-from tcs_lab.training.compiled import uses_compilation
 from tcs_lab.training.configuration import RunConfig
 from tcs_lab.training.side_by_side import uses_side_by_side
 from tcs_lab.training.training import Training
@@ -233,26 +232,6 @@ def bench_round(
         bench.measure("round", title, works | _parts(training), rounds, turns, **numbers)
 
 
-def _one_pass(training: Training) -> Callable[[], None]:
-    """Return the forward and backward pass of one batch."""
-    federation, batch = training.federation, training.feed.batch(0, 0, 0)
-    return lambda: federation.trainer.loss(federation.model.train(), batch).backward()
-
-
-def bench_compiled(bench: Bench, model: str, width: int, batch: int) -> None:
-    """Measure a pass by torch.compile beside the same pass without it, where that is possible.
-    Compiling takes minutes."""
-    with keep_freed_memory():
-        eager, compiled = (
-            _bench_federation(bench, "TCS", model, width, batch, compiled=is_compiled)
-            for is_compiled in (False, True)
-        )
-        works = {"pass": _one_pass(eager)}
-        if uses_compilation(compiled.config):
-            works["compiled pass"] = _one_pass(compiled)
-        bench.measure("compiled", f"{model} width {width}, B {batch}", works)
-
-
 def _textbook_round(
     deltas_ND: Tensor, errors: list[Tensor], mask_D: Tensor, k_global: int, k_local: int
 ) -> Tensor:
@@ -342,7 +321,6 @@ BENCHES: dict[str, list[Any]] = {
         lambda b: bench_round(b, "TCS-L4", "resnet18", 64, 64),
         lambda b: bench_step(b, 11_173_962, 10),
     ],
-    "compiled": [lambda b: bench_compiled(b, "resnet18", 32, 64)],
     "step": [lambda b: bench_step(b, 11_173_962, 10)],
     "codecs": [bench_codecs],
     "growth": [lambda b, n=n: bench_step(b, 10**6, n, textbook=False) for n in _GROWTH_N]
@@ -427,7 +405,7 @@ def run_benches(
         return make_anew(job, results, partial(bar.show_row, job.digest))
 
 
-_BASES = {"round": "passes", "step": "step", "growth": "step", "compiled": "pass"}  # by part
+_BASES = {"round": "passes", "step": "step", "growth": "step"}  # by part
 
 
 def bench_table(record: dict[str, Any]) -> pd.DataFrame:

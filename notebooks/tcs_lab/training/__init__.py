@@ -2,7 +2,7 @@
 
 `configuration` has the fields of a run, and `training` makes a federation of them. `text_feed` has
 the batches of a text, and `watching` counts how masks change. Each further module is one way to run a
-training: clients in threads, streams or side by side, passes compiled or in a CUDA graph. A new way to
+training: clients in threads, streams or side by side, or rounds as a CUDA graph. A new way to
 run, or a new setting of a run, belongs here. Files and records belong to `runs`.
 """
 
@@ -14,7 +14,6 @@ __getattr__, __dir__ = lazily(
         (
             "client_streams",
             "client_threads",
-            "compiled",
             "configuration",
             "cuda_graph",
             "side_by_side",

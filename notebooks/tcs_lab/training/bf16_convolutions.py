@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tcs_lab.training.compiled import uses_compilation
 from tcs_lab.training.configuration import RunConfig
 
 # Pixels of an image up to which the gradient of the weights is one matrix product per group. On one core
@@ -27,10 +26,10 @@ FEW_PIXELS = 16
 
 def uses_bf16_convolutions(config: RunConfig) -> bool:
     """Return whether passes compute with `Bf16Convolutions`: those in bf16, on processors where they
-    take less time in this way. Compiled passes keep PyTorch's convolutions."""
+    take less time in this way."""
     slow = torch.backends.cpu.get_cpu_capability() == "AVX2"
     on_cpu = config.torch_device.type == "cpu"
-    return config.precision == "bf16" and on_cpu and slow and not uses_compilation(config)
+    return config.precision == "bf16" and on_cpu and slow
 
 
 class Bf16Convolutions(TorchFunctionMode):

@@ -77,7 +77,7 @@ class ClientThreads(LocalTrainer):
             )
         threads = torch.get_num_threads()
         trainers = [copy_trainer(self) for _ in range(threads + 1)]  # one may wait to be compressed
-        # the very first pass runs alone, since it may be compiled
+        # the very first pass runs alone
         self.free, self.later = trainers[:1], trainers[1:]
         self.waiting = deque[int]()
         self.training: dict[int, tuple[LocalTrainer, Future[Tensor]]] = {}

@@ -59,7 +59,7 @@ DEVICE = {
 
 # Settings of where and how fast a run is made. They are not part of its identity.
 WHERE_KEYS = {"profile", "data_root", "threads", "device", "graph", "side_by_side",
-              "client_threads", "compiled", "errors_limit"}  # fmt: skip
+              "client_threads"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,6 @@ class RunConfig:
     side_by_side: bool | None = None
     # each thread trains one client at a time, for larger nets; the same bits for any number of them
     client_threads: bool = False
-    compiled: bool = False  # torch.compile, which takes minutes; the same up to bf16's rounding
-    errors_limit: PositiveNumber | None = None  # MB of clients' errors in memory; more go to a file
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # of the CPU; null: as torch has it
     device: Annotated[str, Field(**DEVICE)] = "auto"  # where it runs
     # eta of centralized training, at a fifth of reference_batch (Sec. III-B); of no other run
@@ -138,9 +136,8 @@ class RunConfig:
             raise ValueError(f"bad_message: {got}")
         if self.graph and self.client_threads:
             raise ValueError("client_threads: got True, allowed: false with graph: true")
-        for key in ("client_threads", "compiled"):
-            if self.side_by_side and getattr(self, key):
-                raise ValueError(f"{key}: got True, allowed: false with side_by_side: true")
+        if self.side_by_side and self.client_threads:
+            raise ValueError("client_threads: got True, allowed: false with side_by_side: true")
 
     def _check_task(self) -> None:
         """Raise ValueError for a model, or a setting, that does not go with the data set."""

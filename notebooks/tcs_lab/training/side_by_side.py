@@ -35,8 +35,8 @@ Passes = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, Tensor, Tensor]]
 def uses_side_by_side(config: RunConfig) -> bool:
     """Return whether clients train side by side: as configured, or else by the sizes of net, batch and
     images (never by a timing, since records must be repeatable). Without `image_size`, images count as
-    32 x 32. Threads and compiled passes take one client at a time."""
-    if config.client_threads or config.compiled or config.client_count == 1:
+    32 x 32. Threads take one client at a time."""
+    if config.client_threads or config.client_count == 1:
         return False
     if config.side_by_side is not None:
         return config.side_by_side

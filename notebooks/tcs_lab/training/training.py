@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, cast
@@ -18,7 +16,6 @@ from torch import Tensor, nn
 import tcs_core
 from tcs_core import (
     ClientError,
-    Compressor,
     Federation,
     Link,
     LocalTrainer,
@@ -26,13 +23,11 @@ from tcs_core import (
     Traffic,
     unchanged,
 )
-from tcs_lab.support.files import cache_folder
 from tcs_lab.tasks.images import Batches, Dataset, Draws, generator_for, load_dataset, partition
 from tcs_lab.tasks.text import GPT, Text, load_text
 from tcs_lab.training.bf16_convolutions import Bf16Convolutions, uses_bf16_convolutions
 from tcs_lab.training.client_streams import ClientStreams, uses_client_streams
 from tcs_lab.training.client_threads import ClientThreads, uses_client_threads
-from tcs_lab.training.compiled import make_passes
 from tcs_lab.training.configuration import RunConfig
 from tcs_lab.training.cuda_graph import GraphRounds, uses_static_rounds
 from tcs_lab.training.side_by_side import SideBySide, uses_side_by_side
@@ -184,8 +179,6 @@ class Training:
         # Methods that compress each parameter separately have `set_model`.
         if hasattr(self.compressor.rule, "set_model"):
             self.compressor.rule.set_model(self.flat)
-        if config.errors_limit and 1e6 * config.errors_limit < self.compressor.errors_ND.nbytes:
-            move_errors_to_file(self.compressor)
         # in dense schemes, the updates show which entries are important
         self.watch: UpdateWatch | MaskWatch = (
             UpdateWatch(self.flat.layer_sizes, device=self.device)
@@ -405,7 +398,7 @@ class CrossEntropy:
     """The loss of a federation: mean cross entropy, with passes in the configured precision."""
 
     def __init__(self, config: RunConfig):
-        self.precision, self.forward = _make_precision(config), make_passes(config)
+        self.precision = _make_precision(config)
 
     def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, labels = batch
@@ -413,7 +406,7 @@ class CrossEntropy:
 
     def scores(self, model: nn.Module, inputs: Tensor) -> Tensor:
         with self.precision():
-            return self.forward(model, inputs).float()
+            return model(inputs).float()
 
     @staticmethod
     def each(scores_NBK: Tensor, labels_NB: Tensor) -> Tensor:
@@ -427,29 +420,6 @@ def make_run_model(config: RunConfig, classes: int) -> nn.Module:
     if config.dataset == "text":
         return GPT(classes, config.width, config.context)
     return tcs_core.build_model(config.model, config.width, classes)
-
-
-def move_errors_to_file(compressor: Compressor) -> None:
-    """Move the clients' errors to a file, before the first round.
-
-    The file is in the cache folder and mapped into memory; the system holds as much of it in memory as
-    fits. It is gone when the process ends. Raises ValueError for errors on a GPU, and OSError if the
-    disk has no room.
-    """
-    errors_ND = compressor.errors_ND
-    if errors_ND.device.type != "cpu":
-        raise ValueError(
-            f"errors_limit: got errors on {errors_ND.device}, allowed: on a CPU; on a GPU leave it out"
-        )
-    if not errors_ND.numel():
-        return
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix="errors-") as file:
-        if hasattr(os, "posix_fallocate"):  # else a full disk would end the process later
-            os.posix_fallocate(file.fileno(), 0, errors_ND.nbytes)
-        mapped = torch.from_file(file.name, shared=True, size=errors_ND.numel())
-    compressor.keep_errors_in(mapped.view_as(errors_ND))
 
 
 def _deal_samples(config: RunConfig, data: Dataset) -> Tensor:

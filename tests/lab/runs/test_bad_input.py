@@ -44,8 +44,8 @@ FITS = {  # strange as they look, these are allowed
     "reference_batch": {"null"}, "weight_decay": {"zero", "a fraction"},
     "dirichlet_alpha": {"null", "a fraction"}, "precision": set(), "wire": {"true"}, "graph": {"true"},
     "bad_message": set(), "threads": {"null"}, "device": set(), "crop_padding": {"zero"}, "context": set(),
-    "side_by_side": {"null", "true"}, "client_threads": {"true"}, "compiled": {"true"},
-    "errors_limit": {"null", "a fraction"}, "test_unused": {"true"},
+    "side_by_side": {"null", "true"}, "client_threads": {"true"},
+    "test_unused": {"true"},
 }  # fmt: skip
 
 

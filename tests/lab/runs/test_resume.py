@@ -253,15 +253,6 @@ def test_a_run_that_was_stopped_ends_in_the_same_record(tmp_path, small, every_e
     assert record["provenance"]["repeats"].startswith("bit for bit")
 
 
-@pytest.mark.parametrize("scheme", ["TCS-Q5", "top-K-GE"])
-def test_errors_in_a_file_make_the_same_record(tmp_path, small, every_epoch, scheme):
-    filed = config(scheme, errors_limit=1e-4, participation=0.6)
-    in_memory = lab.run(config(scheme, participation=0.6), tmp_path / "memory")
-    stopped(tmp_path / "file", filed)
-    record, epochs = resumed(tmp_path / "file", filed)
-    assert epochs == [3] and numbers(record) == numbers(in_memory)
-
-
 def test_a_run_that_went_on_with_other_threads_promises_no_bits(tmp_path, small):
     stopped(tmp_path, config(train_samples=24))
     made = resumed(tmp_path, config(train_samples=24, threads=2))[0]["provenance"]

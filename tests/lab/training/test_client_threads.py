@@ -1,7 +1,6 @@
 """A client a core: the same record for any number of threads; what goes wrong is told, and no
 thread stays behind. Compiled passes."""
 
-import functools
 import gc
 import signal
 import threading
@@ -76,7 +75,7 @@ def test_a_single_client_has_all_threads_to_itself():
 
 @pytest.mark.parametrize(
     ("way", "other"),
-    [("client_threads", "graph"), ("client_threads", "side_by_side"), ("compiled", "side_by_side")],
+    [("client_threads", "graph"), ("client_threads", "side_by_side")],
 )
 def test_ways_that_do_not_go_together(way, other):
     with pytest.raises(ValueError, match=f"^{way}: got True, allowed: false with {other}: true$"):
@@ -178,33 +177,3 @@ def test_differences_come_in_order_and_few_wait():
     one.round()
     assert [n for n, _ in order] == list(range(8))
     assert all(most <= n + 4 for n, most in order)
-
-
-# Compiled passes ──────────────────────────────────────────────────────────────────────────────────
-
-
-def test_without_a_compiler_one_line_says_so_and_the_run_is_made(
-    tmp_path, small, monkeypatch, capsys
-):
-    monkeypatch.setenv("CXX", "no-such-compiler --fast")
-    eager = lab.run(config(side_by_side=False), tmp_path / "eager")
-    record = lab.run(config(compiled=True), tmp_path / "compiled")
-    said = capsys.readouterr().err
-    assert said.startswith("compiled: ") and "no-such-compiler" in said and said.count("\n") == 1
-    assert numbers(record) == numbers(eager) and not record["provenance"]["compiled"]
-
-
-def test_compiled_passes_are_the_passes(tmp_path, small, monkeypatch):
-    """Without the C++ compiler's part, which takes minutes."""
-    plain = torch.compile
-    monkeypatch.setattr(torch, "compile", functools.partial(plain, backend="aot_eager"))
-    monkeypatch.setattr(lab.training.compiled.shutil, "which", lambda name: name)
-    settings = {"epochs": 1, "model": "conv3", "threads": 2, "client_threads": True}
-    eager, record = (
-        lab.run(config("TCS-L2", **settings, compiled=way), tmp_path / str(way))
-        for way in (False, True)
-    )
-    made = record["provenance"]
-    assert made["compiled"] and made["repeats"].startswith("within rounding")
-    for key in ("train_loss", "loss", "accuracy", "bits_up"):
-        assert record["rows"][0][key] == pytest.approx(eager["rows"][0][key], rel=1e-5)
