@@ -543,12 +543,12 @@ FEDERATED = [
     "STC-L2", "EF-signSGD-D1", "QSGD-L2", "CocktailSGD-L2", "DGC", "DGC-L2", "DGC-Q5", "TCS-Random-L2", "TCS-Stale-L2", "TCS-Average-L2",
 ]  # fmt: skip
 IN_FULL = ["TCS", "TCS-L2-Q5", "TCS-Global Momentum", "FedAvg-L4", "DGC"]
-RESUMED = ["TCS-L2", "TCS-GE", "EF21", "TCS-W10++", "rand-K-L2", "TCS-Random-L2"]
+RESUMED = ["TCS-L2", "TCS-GE", "TCS-W10++", "rand-K-L2", "TCS-Random-L2"]
 DECAY = {"weight_decay": 1e-3}
 
-# Every other scheme by bytes; messages of EF21 are only counted.
+# Every other scheme by bytes.
 add("federation", federate, FEDERATED[::2], plain={"by_bytes": True, **DECAY})
-add("federation", federate, ["EF21", "EF21-L2", *FEDERATED[1::2]], plain=DECAY)
+add("federation", federate, FEDERATED[1::2], plain=DECAY)
 add(
     "federation", federate, IN_FULL,
     weighted={"weights": WEIGHTS, "watched": True}, partial={"chosen": TWO_OF_THREE},

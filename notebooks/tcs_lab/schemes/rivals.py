@@ -9,19 +9,16 @@
                   with -L<H> this is FedPAQ (Reisizadeh et al., 2020, arXiv:1909.13014)
     CocktailSGD   a random part of the entries, of these the largest, and of these quantized values, in both
                   directions (Wang et al., 2023, ICML)
-    EF21          the largest entries of the difference between a gradient and what the server knows of it
-                  (Richtarik et al., 2021, arXiv:2106.05203)
     DGC           top-K with momentum at the clients (Lin et al., 2018, arXiv:1712.01887)
 
-Without a suffix, STC, EF21 and DGC keep 1 % of the entries, as TCS and top-K do here. (The paper of STC
+Without a suffix, STC and DGC keep 1 % of the entries, as TCS and top-K do here. (The paper of STC
 keeps 1/400; this is "STC-K4" here.) The suffixes of the core can be added where they make sense. This
 module registers two more quantizers: -S<q> rounds at random, and -R<q> rounds to the nearest of evenly
 spaced values. None of the methods begins with dense rounds, because none of their papers does. DGC begins
 with an epoch in which it sends 25 times its usual entries, which is a quarter of all.
 
-EF21 and DGC store more than errors, so they have a client or a server class of their own. The messages of
-EF21 are counted and do not become bytes. Records are named by the fields of a scheme alone. So if you
-change what one of these methods computes, give it another name.
+DGC stores more than errors, so it has a client class of its own. Records are named by the fields of a
+scheme alone. So if you change what one of these methods computes, give it another name.
 
 What differs from their papers:
 
@@ -44,7 +41,7 @@ from a running average of the updates is the example of notebook 09.)
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -56,9 +53,7 @@ from tcs_core import (
     Known,
     MaskRule,
     Message,
-    Server,
     TopK,
-    check_same_state,
     kept,
     random_positions,
     register_quantizer,
@@ -153,71 +148,7 @@ class Cocktail(MaskRule):
         return super().own_mask(intended_D, cast(Tensor, self._outside_D), k)
 
 
-# Schemes whose clients, or server, keep more than errors ──────────────────────────────────────────
-
-
-class EF21Client(Client):
-    """A client that sends what is new in its gradient: c = S_top(delta - g), g <- g + c (Richtarik et al., Alg. 2; with
-    stochastic gradients EF21-SGD, Fatkhullin et al., 2021). `errors_D` holds -g."""
-
-    def intended(self, delta_D: Tensor) -> Tensor:
-        if self.known.dense:
-            name = self.known.scheme.name
-            raise ValueError(
-                f"{name}: got a dense round, allowed: sparse rounds; call step or begin without "
-                "dense, and leave the scheme's dense_warmup False"
-            )
-        return cast(Tensor, self.errors_D) + delta_D
-
-    def arrived(self, received: Message | None = None) -> None:
-        flight = self.in_flight
-        if flight is None:
-            return super().arrived(received)  # its error says what is wrong
-        self.in_flight = None
-        cast(Tensor, self.errors_D).index_add_(0, flight.positions_K, flight.values_K, alpha=-1)
-
-
-class EF21Server(Server):
-    """A server whose update is g, the mean of the clients' g. The average of what they send adds to it."""
-
-    def __init__(self, known: Known, weights: list[float] | None = None):
-        super().__init__(known, weights)
-        self.rule = cast(EF21, known.rule)
-        self.clients = 0  # how many sent in the first round, and have to in every round
-
-    def average(self) -> Tensor:
-        self.clients = self.clients or len(self.heard)
-        if len(self.heard) != self.clients:
-            name = self.known.scheme.name
-            raise ValueError(
-                f"{name}: got messages of {len(self.heard)} clients, allowed: those of all "
-                f"{self.clients} clients in every round (participation 1)"
-            )
-        return self.rule.mean_D + super().average()
-
-    def reply(self, update_D: Tensor) -> Message:
-        """Refuse: the update is g, and a message to the clients has room for its new entries only."""
-        name = self.known.scheme.name
-        raise ValueError(
-            f"{name}: got a link that sends bytes or a compressed downlink, allowed: links that count "
-            "bits; leave out wire, + and -D"
-        )
-
-    def scale_(self, factor: float) -> None:
-        super().scale_(factor)
-        self.rule.mean_D.mul_(factor)
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"clients": self.clients}
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        super().check_state(state)
-        if type(state["clients"]) is not int or state["clients"] < 0:
-            raise ValueError(f"state: clients: got {state['clients']!r}, allowed: a whole number")
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.clients = state["clients"]
+# A scheme whose clients keep more than errors ─────────────────────────────────────────────────────
 
 
 class DGCClient(Client):
@@ -239,27 +170,6 @@ class DGCClient(Client):
         super().arrived(received)
         if flight is not None:
             self.momentum_D[slice(None) if flight.dense else flight.positions_K] = 0.0
-
-
-@register_scheme("EF21", phi_global=None, phi_local=1e-2, dense_warmup=False, error_unit="gradient")
-class EF21(TopK):
-    """Top-K of the differences between a client's gradient and what the server knows of it. `mean_D` is
-    g after the last round that succeeded."""
-
-    client_type, server_type = EF21Client, EF21Server
-    keeps = ("mean_D",)
-
-    def __init__(self, *settings: Any, **more: Any):
-        super().__init__(*settings, **more)
-        self.mean_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        super().check_state(state)
-        check_same_state("state: rule: mean_D", state["mean_D"], self.mean_D)
-
-    def observe(self, update_D: Tensor) -> None:
-        # A new tensor: after a failed round the old one is restored.
-        self.mean_D = update_D.clone()
 
 
 @register_scheme(

@@ -8,7 +8,7 @@ import dataclasses
 import sys
 
 import pytest
-import tcs_lab.schemes.rivals  # noqa: F401  (EF21, DGC; and the variants)
+import tcs_lab.schemes.rivals  # noqa: F401  (DGC; and the variants)
 import torch
 from common import deltas_like_training, same_state, whole_state
 
@@ -96,7 +96,7 @@ def is_refused_until_a_state_is_loaded(made, saved, t):
 CASES = [("TCS-Q5", "counted", False, 2), ("TCS-D2", "counted", False, 4),
          ("TCS-Q5", "bytes", False, 4), ("TCS", "counted", True, 3), ("TCS-Q5++", "bytes", False, 5),
          ("top-K", "skips", False, 4), ("rand-K", "counted", False, 3), ("DGC", "counted", False, 3),
-         ("EF21", "counted", False, 3), ("TCS-W10", "counted", False, 3)]  # fmt: skip
+         ("TCS-W10", "counted", False, 3)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "link", "dense", "stride"), CASES)

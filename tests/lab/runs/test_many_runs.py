@@ -115,7 +115,7 @@ def own_scheme():
 
 def test_worker_processes_make_the_same_records(tmp_path, few, own_scheme, monkeypatch):
     """Only a scheme of one's own is made in this process."""
-    others = ["TCS-L2", "top-K", "Baseline", "QSGD", "EF21", "STC"]
+    others = ["TCS-L2", "top-K", "Baseline", "QSGD", "DGC", "STC"]
     wanted, made_here = configs(own_scheme, *others, **few), []
     train = lab.runs.runs._train
 

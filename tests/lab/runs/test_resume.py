@@ -244,7 +244,7 @@ def every_epoch(monkeypatch):
 FAMILIES = ("TCS", "TCS-L2-Q5", "top-K-Q5", "rand-K", "TCS-Global Momentum", "Baseline-Momentum")
 
 
-@pytest.mark.parametrize("scheme", [*FAMILIES, "DGC", "EF21"])
+@pytest.mark.parametrize("scheme", [*FAMILIES, "DGC"])
 def test_a_run_that_was_stopped_ends_in_the_same_record(tmp_path, small, every_epoch, scheme):
     undisturbed = lab.run(config(scheme), tmp_path / "one")
     stopped(tmp_path / "two", config(scheme))
