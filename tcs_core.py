@@ -592,10 +592,11 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
                 self.average_D = 0.9 * self.average_D + update_D.abs()
                 super().observe(self.average_D)
 
-    `fields` are fields of Scheme other than `name` and `rule`; the others have their defaults. A
-    family with the same name is replaced. Raises ValueError for a field that is not allowed, for a
-    name that the paper uses, for a name such as "TCS-L4", which already means a family with
-    suffixes, and for anything but a class derived from `MaskRule`.
+    `fields` are fields of Scheme other than `name` and `rule`; the others have their defaults,
+    which are those of TCS. So if there is no shared mask, give phi_global=None, and if there are no
+    own masks, phi_local=None. A family with the same name is replaced. Raises ValueError for a
+    field that is not allowed, for a name that the paper uses, for a name such as "TCS-L4", which
+    already means a family with suffixes, and for anything but a class derived from `MaskRule`.
     """
     _check_text("scheme: name", name)
     _check_fields(fields)
@@ -2162,6 +2163,8 @@ class Known:
         # Pairs of a sender and a bool () tensor, which says whether its values were finite.
         # `require_finite` adds them, on a GPU.
         self.flags: list[tuple[int, Tensor]] = []
+        # On a GPU, bool () tensors that say whether a rule's own mask overlaps the shared mask.
+        self.overlaps: list[Tensor] = []
         self.dense = True  # in this round every entry is sent in 32 bits, and no mask is used
         self.shared_K = torch.empty(0, dtype=torch.int64, device=device)  # of a sparse round
         none = torch.zeros(1, dtype=torch.bool, device=device)
@@ -2214,7 +2217,12 @@ class Known:
         if tuple(_check_tensor("update_D", update_D).shape) != (self.dimension,):
             got = tuple(update_D.shape)
             raise ValueError(f"update_D: got shape {got}, allowed: ({self.dimension},)")
-        self.rule.observe(update_D.detach())  # line 5 of the next round
+        given_D = update_D.detach()
+        before = _version(given_D)
+        self.rule.observe(given_D)  # line 5 of the next round
+        if _version(given_D) != before:
+            what = "observe: update_D was changed in place, but it is added to the model afterwards"
+            raise ValueError(f"scheme {self.scheme.name}: {what}, allowed: {_A_COPY}")
         self.round += 1
         self.status = CLOSED
 
@@ -2232,14 +2240,16 @@ class Known:
         self.round = last + 1
         self.status = CLOSED
         self.flags.clear()
+        self.overlaps.clear()
 
     def positions_of(self, mask: Any, taken_D: Tensor | None = None) -> Tensor:
         """Return the mask that a rule chose, (D,) bool or positions, as ascending positions int64
         (K,).
 
         Raises ValueError unless it is a valid mask with no entry inside another mask, `taken_D`
-        (D,). On a GPU the positions themselves are not checked, because reading them would make the
-        host wait.
+        (D,). On a GPU the positions themselves are not checked here, because reading them would
+        make the host wait. (`check_flags` finds entries inside the shared mask at the end of the
+        round.)
         """
         if not isinstance(mask, Tensor):
             got = type(mask).__name__
@@ -2251,8 +2261,11 @@ class Known:
                 got = f"scheme {self.scheme.name}: mask: got shape {shape}"
                 raise ValueError(f"{got}, allowed: ({self.dimension},)")
             mask = mask_to_positions(mask)
-        if self.on_cpu:
-            check_positions(mask, self.dimension, taken_D)
+        try:
+            if self.on_cpu:
+                check_positions(mask, self.dimension, taken_D)
+        except ValueError as error:
+            raise ValueError(f"scheme {self.scheme.name}: mask: {error}") from None
         return mask
 
     def check_vector(self, key: str, vector_D: Any) -> Tensor:
@@ -2284,7 +2297,7 @@ class Known:
 
     def check_flags(self, counted_D: Tensor | None = None) -> int:
         """Raise NotFiniteError for the first sender whose stored flag says that its values were not
-        finite.
+        finite, and ValueError if a rule has chosen own positions inside the shared mask.
 
         `to_bytes`, `Server.finish`, `Client.receive` and `Link.to_clients` call this. On a CPU
         `require_finite` has raised the error already, and flags are not read.
@@ -2299,13 +2312,19 @@ class Known:
         if self.on_cpu:
             return 0 if counted_D is None else int(np.count_nonzero(counted_D.numpy()))
         asked = [is_finite.long() for _, is_finite in self.flags]
+        asked += [overlaps.long() for overlaps in self.overlaps]
         asked += [] if counted_D is None else [counted_D.sum()]
         said = torch.stack(asked).tolist() if asked else []
-        senders = [sender for sender, _ in self.flags]
+        senders, count = [sender for sender, _ in self.flags], len(self.flags)
+        is_overlapping = any(said[count : count + len(self.overlaps)])
         self.flags.clear()
+        self.overlaps.clear()
         for sender, is_finite in zip(senders, said, strict=False):
             if not is_finite:
                 raise NotFiniteError(sender)
+        if is_overlapping:
+            what = "own mask: got entries of the shared mask, allowed: only others"
+            raise ValueError(f"scheme {self.scheme.name}: {what}")
         return 0 if counted_D is None else said[-1]
 
     def expand_message(self, message: Message) -> Tensor:
@@ -2399,7 +2418,8 @@ class Known:
             message = decode_message(data, wire, shared_K, sender, self.round, count, self.mask_tag)
             return message.to(self.device)
         except ValueError as error:
-            raise MessageError(sender, str(error)) from error
+            closed = "; no round is open here: call begin first" if self.status == CLOSED else ""
+            raise MessageError(sender, f"{error}{closed}") from error
 
     def _format_of(self, sender: int) -> tuple[Wire, int | None]:
         """Return the wire format of a sender's messages, and how many positions of its own each
@@ -2454,6 +2474,16 @@ class Known:
         self.round = state["round"]
         self.status = CLOSED
         self.flags.clear()
+        self.overlaps.clear()
+
+
+_A_COPY = "a changed copy (tensor.clone())"
+
+
+def _version(tensor: Tensor) -> int | None:
+    """Return how often a tensor was changed in place; None for one of inference mode, which does
+    not count this."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _all_finite(values: Tensor) -> bool:
@@ -2590,11 +2620,16 @@ class Client:
     def own_positions(self, intended_D: Tensor) -> Tensor:
         """Line 10: return this client's own positions (int64, ascending), which the scheme's rule
         chooses outside the shared mask."""
-        known, k = self.known, self.known.own_count
-        mask = known.rule.own_mask(
-            intended_D, known.shared_D, known.rule.k_local if k is None else k
-        )
+        known, rule, k = self.known, self.known.rule, self.known.own_count
+        given = intended_D, known.shared_D
+        before = [*map(_version, given)]
+        mask = rule.own_mask(*given, rule.k_local if k is None else k)
+        if [*map(_version, given)] != before:
+            what = "own_mask: one of its tensors was changed in place, but they are used afterwards"
+            raise ValueError(f"scheme {known.scheme.name}: {what}, allowed: {_A_COPY}")
         own_K = known.positions_of(mask, known.shared_D)
+        if not known.on_cpu and type(rule).own_mask is not MaskRule.own_mask:
+            known.overlaps.append(known.shared_D[own_K].any())  # `check_flags` reads it
         if k is not None and len(own_K) != k:
             way = "as own_count has returned; let it return None if clients choose the number"
             raise ValueError(f"own_mask: got {len(own_K)} entries, allowed: {k} ({way})")
@@ -3129,7 +3164,9 @@ class Compressor:
     - `errors_ND` (N, D) float32: what the server has not received yet, in the unit of the vectors
       that `step` is given. Its shape is (0, D) if the scheme keeps no errors.
     - `traffic`: the `Traffic` of the last round that succeeded; all 0 before the first. `bits_up`,
-      `bits_down`, `bytes_up` and `bytes_down` are its fields of the same names.
+      `bits_down`, `bytes_up` and `bytes_down` are its fields of the same names. (`bits_up` is that
+      of one client, and `bytes_up` that of all clients together. `bytes_down` is one message,
+      which every client receives.)
     - `known`, `server` and `clients`: the `Known`, the `Server`, and a dictionary from the clients'
       numbers to the `Client` objects. `rule` is the `MaskRule`.
 
@@ -3176,12 +3213,15 @@ class Compressor:
         sent and sends the average back (lines 15 and 16), from which the next shared mask is chosen
         (line 5). With `dense`, as in a warm-up, every entry is sent and nothing is quantized. A
         scheme that takes its mask from an update makes its first round dense unless its
-        `dense_warmup` is False. `clients` lists who takes part; the others keep their errors.
+        `dense_warmup` is False. `clients` lists who takes part; the others keep their errors, and
+        their rows are not looked at. (If few take part, `round` needs no rows of the others.)
         `deltas_ND` is not changed.
 
         Raises NotFiniteError or ValueError, with nothing changed, for deltas or clients that cannot
         be used. On a GPU it turns out only at the end of the round that a delta is not finite: then
-        the round is lost, as in `round`.
+        the round is lost. A round can be lost for other reasons, too, such as an error of the link.
+        Then the errors contain the differences already, as `round` describes, so do not give the
+        same differences again.
         """
         self._check_usable(begins=True)
         dense = _check_flag("dense", dense, "; for those who take part, clients=[...]")
@@ -3557,7 +3597,9 @@ class Federation:
       themselves. If it does, the round fails; but a change of `p.data` is not noticed and is lost.
     - `feed`: a list with one iterable of batches per client, or an object like `Feed`. The batches
       have to be on the model's device.
-    - `scheme`: a `Scheme` or its name.
+    - `scheme`: a `Scheme` or its name. It also says how many batches a client takes in a round:
+      one, or H with the suffix -L<H>. Other fractions than the usual ones are fields of a scheme,
+      as in `Scheme.named("TCS", phi_global=0.05)`.
     - `schedule`: the learning rate of the local steps, or a function from a round's number to its
       rate or `Phase`. None leaves the rate to `local_optimizer`.
     - `loss`: `loss(model, batch)` returns a scalar tensor. The default is cross-entropy.
@@ -3567,7 +3609,7 @@ class Federation:
     - `local_optimizer`: a function from parameters to an optimizer, for local steps other than
       plain SGD. It is called once for each client. With a schedule, the schedule sets the
       optimizer's learning rate. Then give the optimizer no rate, or the one with which the schedule
-      begins.
+      begins. To clip gradients, let this function call the optimizer's `register_step_pre_hook`.
     - `server_optimizer`: a function from parameters to an optimizer, for the server's step. The
       optimizer sees minus the average update as the gradient.
     - `weights`: the clients' weights in the average (see `Server`), also in the average of running
@@ -3588,7 +3630,10 @@ class Federation:
     Attributes
 
     - `theta_D` (D,): the parameters. `round` and `state_dict` first read them from the module, and
-      `load_state_dict` writes them into it, so writing to `theta_D` itself has no effect.
+      `load_state_dict` writes them into it, so writing to `theta_D` itself has no effect. This and
+      all other vectors (D,) have the trained parameters in the order of `model.parameters()`, each
+      as it lies in memory. (The networks here have the memory format channels_last.) The shapes of
+      a vector's parts are given by `federation.flat.views(theta_D)`, one view per parameter.
     - `statistics_NS` (N, S): one row per client with the running means and variances of all
       normalization layers. S is the number of entries of these.
     - `momentum_D` (D,): the server's momentum, or None if the scheme has no global momentum.
@@ -3671,7 +3716,9 @@ class Federation:
         (NotFiniteError), a feed ends (ValueError) or the user presses Ctrl-C. The exception is
         passed on, with a note that names the round and the client. No client's message counts:
         theta, momentum, running statistics and masks stay the same, and errors keep the differences
-        of the clients that had sent. `t`, the feed and local optimizers have advanced. The local
+        of the clients that had sent. So the next round sends these on top of its own differences,
+        and its update can be about twice as large as usual. (If you do not want this, load a state
+        that was saved before.) `t`, the feed and local optimizers have advanced. The local
         optimizer of a client whose difference was not finite is replaced by a new one.
 
         If an exception comes at the end of the round, while theta is updated, the round is half
@@ -4484,7 +4531,7 @@ class Feed:
         if workers > self.most_workers:
             got = f"got loaders with {workers} workers in all, which would all be open at once"
             way = f"at most {self.most_workers} (num_workers=0 loads in this process)"
-            raise ValueError(f"feed: {got}, allowed: {way}")
+            raise ValueError(f"feed: {got}, allowed: {way}, or set Feed.most_workers")
         for n, source in enumerate(sources):
             if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
                 raise ValueError(
@@ -4878,7 +4925,7 @@ class TCSState:
         >>> from torch.nn.parallel import DistributedDataParallel
         >>> torch.distributed.init_process_group("gloo")  # torchrun says how many processes
         >>> model = DistributedDataParallel(torch.nn.Linear(1000, 10))
-        >>> state = tcs_core.TCSState(phi_global=1e-2, phi_local=1e-3, start_iter=2, model=model)
+        >>> state = tcs_core.TCSState(start_iter=2, model=model)
         >>> model.register_comm_hook(state, tcs_core.tcs_hook)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> for step in range(5):
@@ -4888,14 +4935,14 @@ class TCSState:
         >>> state.iter
         5
         >>> state.bytes_sent
-        {'dense': 80080, 'shared': 1248, 'explored': 264}
+        {'dense': 80080, 'shared': 1248, 'explored': 1224}
 
     Make one state per model and rank.
 
     1. `phi_global` and `phi_local` are the fractions of a bucket's entries that are sent: on the
        mask that all ranks share, and on each rank's own mask. None means that there is no such
-       mask; without phi_global, the method is top-K. The example uses the paper's fractions, which
-       are `PAPER_SHARES`. In our trainings with two ranks, the defaults were better (notebook 12).
+       mask; without phi_global, the method is top-K. `PAPER_SHARES` has the paper's fractions. In
+       our trainings with two ranks, the defaults were better (notebook 12).
     2. The first `start_iter` (at least 1) steps are a plain all-reduce. We used 100 of 5,100 steps,
        those of the learning rate's warm-up. We have not searched for the best number.
     3. `error_accumulation` adds what was not sent to the next gradient. Leave it on.
@@ -5786,22 +5833,3 @@ def check_same_scheme(key: str, given: Any, like: Scheme) -> None:
             said.append(f"{field}: got {shorten(got)}, allowed: {allowed!r}")
     if said:
         raise ValueError(f"{key}: {'; '.join(said)}")
-
-
-# Names that no longer exist, and what has replaced them.
-_SUCCESSORS = {
-    "Agreement": "Known", "Arrival": "Link.to_server", "ByteLink": "Link(unchanged)",
-    "Checks": "Known.require_finite", "Code": "BlockCode", "DOWNLINKS": "Server.downlink",
-    "Hub": "Server", "RULE_PARTS": "SHARED_FROM", "Selection": "top_k_positions",
-    "SIDES": "MaskRule.client_type and server_type", "Sent": "InFlight", "Side": "Client",
-    "Size": "bytes_of", "may_look": "is_on_cpu", "register_code": "CODES[name] = BlockCode()",
-    "register_downlink": "Server.downlink",
-    "register_part": "SHARED_FROM[name] = a subclass of TCS",
-    "register_sides": "MaskRule.client_type and server_type", "top_k_above": "top_k_positions",
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name in _SUCCESSORS:
-        raise AttributeError(f"tcs_core.{name} is gone, allowed: {_SUCCESSORS[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -207,3 +207,17 @@ def test_a_round_inside_a_round_is_refused_and_ends_neither():
 
     assert compressor.round(difference, [0, 1]).equal(deltas_ND[0])
     assert compressor.known.round == 1
+
+
+def test_bytes_that_are_read_before_the_round_is_open():
+    """The server still has the last round's mask, so that the bytes do not fit."""
+    sides = Sides("TCS", shared=False)
+    for _ in range(2):
+        sides.round()
+    client, server = sides.clients[0], sides.server
+    client.known.begin()
+    data = client.known.to_bytes(client.send(next(sides.rounds)[0]))
+    with pytest.raises(tcs.MessageError, match=r"no round is open here: call begin first$"):
+        server.known.from_bytes(data, 0)
+    server.known.begin()
+    server.add(0, server.known.from_bytes(data, 0))

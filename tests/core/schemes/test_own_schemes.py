@@ -166,3 +166,69 @@ def test_every_suffix_can_be_asked_for_and_is_listed(suffix):
     with pytest.raises(ValueError, match="is unknown; known: ") as raised:
         tcs.Scheme.named("SignSGD")
     assert suffix.form in re.split(", | where", str(raised.value).split(", with ")[1])
+
+
+class CutsWhatIsMeant(tcs.TCS):
+    def own_mask(self, intended_D, shared_D, k):
+        intended_D[shared_D] = 0.0
+        return super().own_mask(intended_D, shared_D, k)
+
+
+class HidesSomeShared(tcs.TCS):
+    def own_mask(self, intended_D, shared_D, k):
+        shared_D.logical_not_()
+        return super().own_mask(intended_D, ~shared_D, k)
+
+
+class LosesSigns(tcs.TCS):
+    def observe(self, update_D):
+        super().observe(update_D.abs_())
+
+
+@pytest.mark.parametrize("rule", [CutsWhatIsMeant, HidesSomeShared, LosesSigns])
+def test_a_rule_that_changes_what_it_is_given_is_named(registry, rule):
+    tcs.register_scheme("Mine")(rule)
+    compressor = tcs.Compressor("Mine", [100], 1)
+    method = "observe: update_D" if rule is LosesSigns else "own_mask: one of its tensors"
+    said = f"^scheme Mine: {method} was changed in place, .*allowed: a changed copy"
+    with pytest.raises(ValueError, match=said):
+        for _ in range(2):
+            compressor.step(torch.linspace(-1, 1, 100)[None])
+
+
+def test_rounds_in_inference_mode_whose_tensors_do_not_count_changes():
+    updates = []
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            compressor = tcs.Compressor("TCS", [100], 1)
+            deltas_ND = torch.linspace(-1, 1, 100)[None]
+            updates.append([compressor.step(deltas_ND).tolist() for _ in range(3)])
+    assert updates[0] == updates[1]
+
+
+class Overlaps(tcs.TCS):
+    def own_mask(self, intended_D, shared_D, k):
+        return intended_D.abs().topk(k).indices.sort().values
+
+
+@pytest.mark.parametrize("as_bool", [False, True])
+@pytest.mark.parametrize("on_a_gpu", [False, True])
+def test_an_own_mask_inside_the_shared_mask_is_refused_on_every_device(
+    registry, monkeypatch, as_bool, on_a_gpu
+):
+    class Mine(Overlaps):
+        def own_mask(self, intended_D, shared_D, k):
+            positions_K = super().own_mask(intended_D, shared_D, k)
+            return tcs.positions_to_mask(positions_K, 100) if as_bool else positions_K
+
+    tcs.register_scheme("Mine")(Mine)
+    if on_a_gpu:
+        monkeypatch.setattr(tcs, "is_on_cpu", lambda tensor: False)
+    compressor = tcs.Compressor("Mine", [100], 2)
+    deltas_ND = torch.linspace(-1, 1, 100).expand(2, 100)
+    compressor.step(deltas_ND)
+    said = r"^scheme Mine: .*own mask: got entries of the shared mask, allowed: only others"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=said):
+            compressor.step(deltas_ND)
+    assert compressor.known.round == 3

@@ -1,7 +1,5 @@
 """Schemes by name, and what their suffixes mean."""
 
-import re
-
 import pytest
 import torch
 
@@ -96,13 +94,6 @@ def test_a_source_of_the_shared_mask_of_ones_own(monkeypatch):
     assert compressor.known.shared_K.tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match=r"^shared_from: got 'last' .*allowed: .*, first$"):
         tcs.Scheme.named("TCS", shared_from="last")
-
-
-def test_a_name_that_is_gone_says_what_has_taken_its_place():
-    for name, successor in tcs._SUCCESSORS.items():
-        with pytest.raises(AttributeError, match=f"^tcs_core.{name} is gone, allowed: "):
-            getattr(tcs, name)
-        assert hasattr(tcs, re.match(r"\w+", successor)[0])
 
 
 @pytest.mark.parametrize("changes", [{"momentum": 0.9}, {"error_unit": "gradient"}])
