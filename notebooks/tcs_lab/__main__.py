@@ -104,7 +104,7 @@ def command_line() -> argparse.ArgumentParser:
         "tcs compare mine.py:Mine --densities",
         "tcs compare --list",
     ))  # fmt: skip
-    _add_measurements(command)
+    _add_bench(command)
     return parser
 
 
@@ -171,7 +171,6 @@ def _add_plans(command: Command) -> None:
     for add in (queue, status):
         add("plan", metavar="PLAN", nargs="+",
             help="files like params/evidence_plan.yaml; FILE:STAGE names one stage of a file")  # fmt: skip
-        add("--stage", action="append", help="only this stage of the plans (may be repeated)")
     queue("--jobs", type=int,
           help="how many runs are made at once, in so many processes (default: 1; with --minutes: what the plan says)")  # fmt: skip
     status(
@@ -203,28 +202,7 @@ def _add_repeat(command: Command) -> None:
     _add_dry_run(again)
 
 
-def _add_measurements(command: Command) -> None:
-    optimizers = command(
-        "optimizers", "make the trainings of params/optimizers.yaml, which compare optimizers with the DDP hook",
-        "tcs optimizers --dry-run", "tcs optimizers --jobs 2",
-    )  # fmt: skip
-    optimizers("--jobs", type=int, help="how many trainings are made at once (default: 1)")
-    optimizers("--results", help="the results folder (default: results/ beside notebooks/)")
-    _add_dry_run(optimizers)
-    links = command(
-        "links", "measure steps of DDP over links of given rates (on Linux, as root), and write results/links/",
-        "two ranks, 10 layers of 1000 x 1000 values, without a limit and with 1000 Mbit/s:",
-        "tcs links 2 10 1000 none 1000",
-        'tcs links 2 10 1000 100 plain "TCS 1 %"',
-        "the measurements that notebook 12 shows:",
-        "tcs queue params/links.yaml",
-    )  # fmt: skip
-    links("--results", help="the results folder (default: results/ beside notebooks/)")
-    for name in ("ranks", "layers", "width"):
-        links(name, metavar=name.upper(), type=int)
-    links("rates", metavar="RATE", nargs="+",
-          help="Mbit/s, or none for no limit; names of ways to exchange, such as plain, may follow "
-               "(default: all ways are measured)")  # fmt: skip
+def _add_bench(command: Command) -> None:
     bench = command(
         "bench", "measure speed and memory, and write results/bench/",
         "tcs bench --part round --threads 2",

@@ -30,7 +30,7 @@ from tcs_lab.evidence.sensitivity import (
 from tcs_lab.runs.checkpoints import checkpoint_path
 from tcs_lab.runs.deadline import Deadline
 from tcs_lab.runs.estimates import Expected, expect
-from tcs_lab.runs.jobs import Job, make_anew, missing_jobs
+from tcs_lab.runs.jobs import Job, missing_jobs
 from tcs_lab.runs.parameters import check_parameter, plan, read_params, read_yaml
 from tcs_lab.runs.plans import count_made, jobs_to_follow, plan_jobs, read_plan
 from tcs_lab.runs.queue import run_queue
@@ -68,7 +68,7 @@ def carry_out(arguments: argparse.Namespace) -> int:
         return 2
     except KeyboardInterrupt as stop:
         how, code = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
-        afresh = arguments.command in ("again", "bench", "links")
+        afresh = arguments.command in ("again", "bench")
         kept = "nothing is kept" if afresh else "the same command goes on where it stopped"
         print(f"{how}; {kept}", file=sys.stderr)
         return code
@@ -254,20 +254,10 @@ def _sum(stages: list[_PlannedStage], results: str | Path | None) -> tuple[int, 
 def _each_stage(
     arguments: argparse.Namespace, jobs_of: Callable[[str], dict[str, list[Job]]]
 ) -> Iterator[tuple[str, str, list[Job]]]:
-    """The stages that are asked for, each with its file, its name, and its jobs by `jobs_of(file)`.
-
-    Raises ValueError for --stage if every plan already names its stage.
-    """
-    plans = list(dict.fromkeys(map(_file_and_stage, arguments.plan)))
-    if arguments.stage and all(stage for _, stage in plans):
-        named = ", ".join(arguments.plan)
-        raise ValueError(
-            f"--stage: got {', '.join(arguments.stage)} together with {named}, allowed: either "
-            "FILE:STAGE or FILE with --stage"
-        )
-    for file, stage in plans:
+    """The stages that are asked for, each with its file, its name, and its jobs by `jobs_of(file)`."""
+    for file, stage in dict.fromkeys(map(_file_and_stage, arguments.plan)):
         stages = jobs_of(file)
-        wanted = [stage] if stage else arguments.stage or list(stages)
+        wanted = [stage] if stage else list(stages)
         reject_unknown(wanted, stages, f"stage in {file}")
         yield from ((file, name, stages[name]) for name in stages if name in wanted)
 
@@ -340,45 +330,6 @@ def repeat_record(arguments: argparse.Namespace) -> int:
 # Measurements ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def compare_optimizers(arguments: argparse.Namespace) -> int:
-    """Make the trainings of params/optimizers.yaml, as `queue` does with this plan."""
-    path = str(ROOT / "params" / "optimizers.yaml")
-    queue = {"plan": [path], "stage": None, "set": [], "minutes": None, "pack": None}
-    return make_plans(argparse.Namespace(**queue, **vars(arguments)))
-
-
-def measure_links(arguments: argparse.Namespace) -> int:
-    """Measure steps of DDP on links, in processes of their own, and print the record."""
-    from tcs_lab.studies import links
-
-    for name in ("ranks", "layers", "width"):
-        _check_count(name.upper(), getattr(arguments, name))
-    rates = [word for word in arguments.rates if word == "none" or _is_positive(word)]
-    exchanges = tuple(word for word in arguments.rates if word not in rates)
-    for word in exchanges:
-        try:
-            links.setting_of(word)
-        except ValueError as error:
-            raise ValueError(f"RATE: {error}, or a number of Mbit/s, or none") from error
-    if not rates:
-        raise ValueError(
-            f"RATE: got only exchanges ({', '.join(exchanges)}), allowed: at least one number of Mbit/s, or "
-            "none, before them"
-        )
-    net = links.Net(arguments.layers, arguments.width)
-    mbit = tuple(None if word == "none" else float(word) for word in rates)
-    job = links.LinkMeasurement(arguments.ranks, net, mbit, exchanges or links.EXCHANGES)
-    record = make_anew(job, arguments.results)
-    print(plain_markdown(pd.DataFrame(record["rows"])))
-    return 0
-
-
-def _is_positive(word: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return 0 < float(word) < math.inf
-    return False
-
-
 def measure_speed(arguments: argparse.Namespace) -> int:
     """Measure parts of the bench, and print them as a table."""
     _check_count("--repeat", arguments.repeat)
@@ -394,8 +345,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "queue": make_plans,
     "status": tell_status,
     "again": repeat_record,
-    "optimizers": compare_optimizers,
-    "links": measure_links,
     "bench": measure_speed,
     "compare": compare_command,
 }

@@ -48,7 +48,7 @@ def test_a_run_that_diverges_ends_its_command_with_one(tmp_path, capsys, small):
 RECORD = lab.ROOT / "results/evidence/runs/TCS-0.5-1-8ad1d67393.json"
 
 
-@pytest.mark.parametrize("command", ["run", "sensitivity", "again", "optimizers"])
+@pytest.mark.parametrize("command", ["run", "sensitivity", "again", "queue"])
 def test_a_dry_run_makes_nothing(tmp_path, capsys, monkeypatch, command):
     monkeypatch.setattr(lab.runs.runs, "_train", lambda *_: pytest.fail("trained"))
     monkeypatch.setattr(
@@ -58,7 +58,7 @@ def test_a_dry_run_makes_nothing(tmp_path, capsys, monkeypatch, command):
         "run": tiny_command(tmp_path, epochs=1, schemes=["TCS"]),
         "sensitivity": ["sensitivity", "--params", str(lab.ROOT / "params/small.yaml")],
         "again": ["again", str(RECORD)],
-        "optimizers": ["optimizers"],
+        "queue": ["queue", str(lab.ROOT / "params/optimizers.yaml")],
     }[command]
     folder = [] if "--results" in words else ["--results", str(tmp_path / "results")]
     before = sorted(tmp_path.rglob("*"))
@@ -84,25 +84,24 @@ def test_a_queue_takes_several_plans_and_stages_of_them(tmp_path, capsys, small)
         stages = f"[{stage % ('a', first)}, {stage % ('b', second)}]"
         text = f"{{profile: tiny.yaml, stages: {stages}}}"
         (tmp_path / f"{name}.yaml").write_text(text, encoding="utf-8")
-    words = [str(tmp_path / "two.yaml:b"), str(tmp_path / "one.yaml"), "--results", str(tmp_path)]
-    assert main(["queue", *words, "--stage", "a"]) == 0
+    two, one, to = (
+        str(tmp_path / "two.yaml:b"),
+        str(tmp_path / "one.yaml"),
+        ["--results", str(tmp_path)],
+    )
+    assert main(["queue", two, f"{one}:a", *to]) == 0
     made = {path.name.split("-0.5")[0] for path in (tmp_path / "ci" / "runs").iterdir()}
     assert made == {"FedAvg", "TCS"}
-    assert main(["queue", *words]) == 0
+    assert main(["queue", two, one, *to]) == 0
     assert capsys.readouterr().out.splitlines() == ["2 runs are made", "3 runs are made"]
-    for unknown in ([str(tmp_path / "one.yaml:c")], [str(tmp_path / "one.yaml"), "--stage", "c"]):
-        assert main(["queue", *unknown, "--results", str(tmp_path)]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: unknown stage in ") and "allowed: a, b" in error
+    assert main(["queue", f"{one}:c", *to]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: unknown stage in ") and "allowed: a, b" in error
 
 
 @pytest.mark.parametrize(
     "more, says",
     [
-        (
-            ["plan.yaml:a", "--stage", "b"],
-            "--stage: got b together with plan.yaml:a, allowed: either",
-        ),
         (["plan.yaml", "--minutes", "-3"], "--minutes: got -3, allowed: a number above 0"),
         (
             ["plan.yaml", "--pack", "x.tar"],

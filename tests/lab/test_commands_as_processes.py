@@ -32,7 +32,7 @@ def test_a_bare_call_prints_the_help():
     done = ended()
     assert done.returncode == 2 and done.stderr == ""
     assert done.stdout == ended("--help").stdout
-    assert all(f"\n    {name} " in done.stdout for name in ("run", "queue", "status", "links"))
+    assert all(f"\n    {name} " in done.stdout for name in ("run", "queue", "status", "bench"))
     assert all(f"\n  {code} " in done.stdout for code in (0, 1, 2, 130, 141, 143))
 
 
@@ -49,7 +49,6 @@ def test_the_version_is_that_of_the_package():
         (["made"], "'made'"),
         (["run"], "--params"),
         (["run", "--params", "x.yaml", "--seed", "one"], "'one'"),
-        (["links", "2", "many", "10", "none"], "'many'"),
         (["bench", "--part", "all"], "'all'"),
     ],
 )

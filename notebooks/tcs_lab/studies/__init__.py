@@ -1,7 +1,7 @@
 """Experiments other than runs of a RunConfig: speed, the hook with real links and optimizers, Flower.
 
-A new experiment that is no run of a RunConfig belongs here. The commands `tcs bench`, `tcs optimizers`
-and `tcs links` make the measurements.
+A new experiment that is no run of a RunConfig belongs here. `tcs bench` makes those of speed, and `tcs queue` with
+a plan makes the others.
 """
 
 from tcs_lab.support.lazy import lazily

@@ -1,11 +1,10 @@
 """Seconds and memory of a DDP step over links of a given speed, without a hook and with several hooks.
 
-    uv run tcs queue params/links.yaml        measures what notebook 12 shows and has no record yet
-    uv run tcs links 2 10 1000 none 1000      ranks, layers, width, Mbit/s … [exchanges …]
+    uv run tcs queue params/links.yaml
 
-It measures in another network namespace, which needs root on Linux. There the loopback is limited, and
-the traffic of all ranks, in both directions, shares its rate. A record for each net goes to
-results/links; results/hook/links.json has the rows of older measurements.
+measures what notebook 12 shows and has no record yet, in another network namespace, which needs root on
+Linux. There the loopback is limited, and the traffic of all ranks, in both directions, shares its rate. A
+record for each stage of the plan goes to results/links.
 """
 
 from __future__ import annotations
@@ -50,10 +49,9 @@ from tcs_lab.tasks.text import GPT, load_text
 from tcs_lab.training.configuration import PositiveNumber, WholeNumber
 
 PLAN = ROOT / "params" / "links.yaml"
-SHARES = {"TCS 1 %": (1e-2, 1e-3), "TCS 10 %": (1e-1, 1e-2)}  # phi_global, phi_local
 # How gradients are exchanged; the first exchanges nothing. Records and plans call these "ways".
 # `setting_of` reads further names, which are those of params/hook_plan.yaml.
-EXCHANGES = ("passes", "plain", "bf16", "PowerSGD", *SHARES)
+EXCHANGES = ("passes", "plain", "bf16")
 BATCH, WARM_UP, SECONDS = 16, 3, 15.0
 _CONTEXT, _WINDOWS = 32, 4  # of a rank's step with the GPT, as in params/hook_plan.yaml
 # Bytes of a full packet, as the link's limit counts them, and of its content.
@@ -123,9 +121,6 @@ def setting_of(exchange: str) -> HookScheme | PowerSGDScheme | None:
 
     Raises ValueError for an unknown name.
     """
-    if exchange in SHARES:
-        phi_global, phi_local = SHARES[exchange]
-        return HookScheme(phi_global=phi_global, phi_local=phi_local)
     if exchange in EXCHANGES:
         return None
     if found := re.fullmatch(rf"TCS {_PERCENT} and {_PERCENT} %", exchange):
@@ -143,17 +138,6 @@ def setting_of(exchange: str) -> HookScheme | PowerSGDScheme | None:
 _PERCENT = r"(\d{1,2}(?:\.\d+)?)"
 
 
-def choose_rank(net: Net) -> int:
-    """Choose the rank of the exchange "PowerSGD", so that it hands about as many bytes per step to
-    collectives as TCS 1 %."""
-    wanted = sum(count_handed_bytes("TCS 1 %", net))
-    return min(range(1, 65), key=lambda rank: abs(_count_power_sgd(rank, net) - wanted))
-
-
-def _count_power_sgd(rank: int, net: Net) -> float:
-    return 4.0 * sum(count_entries(shape, rank) for shape in net.shapes)
-
-
 def count_handed_bytes(exchange: str, net: Net) -> tuple[float, float]:
     """Count the bytes that a rank hands to all_reduce and to all_gather in a step."""
     setting = setting_of(exchange)
@@ -161,9 +145,7 @@ def count_handed_bytes(exchange: str, net: Net) -> tuple[float, float]:
         shared, own = setting.phi_global or 0.0, setting.phi_local
         return 4 * shared * net.parameters, 8 * own * net.parameters
     if isinstance(setting, PowerSGDScheme):
-        return _count_power_sgd(setting.rank, net), 0.0
-    if exchange == "PowerSGD":
-        return _count_power_sgd(choose_rank(net), net), 0.0
+        return 4.0 * sum(count_entries(shape, setting.rank) for shape in net.shapes), 0.0
     return {"passes": 0.0, "plain": 4.0, "bf16": 2.0}[exchange] * net.parameters, 0.0
 
 
@@ -185,8 +167,6 @@ def _make_model(exchange: str, net: Net) -> DistributedDataParallel:
     torch.manual_seed(0)
     setting = setting_of(exchange)
     rank = setting.rank if isinstance(setting, PowerSGDScheme) else None
-    if exchange == "PowerSGD":
-        rank = choose_rank(net)
     one_bucket = 10_000  # with several buckets, gloo mixes up PowerSGD's collectives
     cap = 25 if rank is None else one_bucket
     model = DistributedDataParallel(net.make(), bucket_cap_mb=cap, gradient_as_bucket_view=True)
@@ -290,7 +270,7 @@ class LinkStage(Stage):
     width: WholeNumber
     net: Literal["linear", "GPT"] = "linear"
     mbit: Annotated[list[PositiveNumber | None], Field(min_length=1)]  # None stands for no limit
-    ways: Annotated[tuple[str, ...], AfterValidator(_check_exchanges)] = EXCHANGES
+    ways: Annotated[tuple[str, ...], AfterValidator(_check_exchanges), Field(min_length=1)]
 
     @model_validator(mode="after")
     def _check_layers(self) -> LinkStage:
@@ -311,7 +291,7 @@ class LinkMeasurement(Job):
     ranks: int
     net: Net
     mbit: tuple[float | None, ...]
-    ways: tuple[str, ...] = EXCHANGES
+    ways: tuple[str, ...]
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -326,19 +306,6 @@ class LinkMeasurement(Job):
     def path(self, results: str | Path | None = None) -> Path:
         name = f"{self.ranks}-{self.net.layers}-{self.net.width}-{self.digest}.json"
         return results_folder("links", results) / name
-
-    def is_made(self, results: str | Path | None = None) -> bool:
-        """Return whether there is a record, or older rows for all cases."""
-        return super().is_made(results) or all(self._find_old(results))
-
-    def read(self, results: str | Path | None = None) -> Record:
-        if super().is_made(results):
-            return super().read(results)
-        return self.identity | {"rows": self._find_old(results)}
-
-    def _find_old(self, results: str | Path | None) -> list[dict[str, Any] | None]:
-        old = Links(_read_old_rows(results))
-        return [old.row(way, self.net, self.ranks, mbit) for way in self.ways for mbit in self.mbit]
 
     @property
     def limit(self) -> float:
@@ -385,12 +352,6 @@ def read_stages(*stages: str, results: str | Path | None = None) -> Links:
     planned = plan_jobs(PLAN, results=results)
     jobs = [job for stage in stages for job in planned[stage] if job.is_made(results)]
     return Links([row for job in jobs for row in job.read(results)["rows"]])
-
-
-def _read_old_rows(results: str | Path | None) -> list[dict[str, Any]]:
-    """Read the rows that were measured before there was a record for each net."""
-    path = results_folder("hook", results) / "links.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
 class Links:

@@ -1,6 +1,6 @@
 """What sparsification through the hook costs each optimizer, by the trainings of params/optimizers.yaml.
 
-`uv run tcs optimizers` makes the trainings that are missing.
+`uv run tcs queue params/optimizers.yaml` makes the trainings that are missing.
 """
 
 from __future__ import annotations

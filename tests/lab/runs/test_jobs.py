@@ -15,7 +15,7 @@ from tcs_lab.runs.index import find_records
 from tcs_lab.runs.jobs import Job, make_job, missing_jobs
 from tcs_lab.runs.plans import count_made, plan_jobs
 from tcs_lab.runs.queue import run_queue
-from tcs_lab.runs.records import results_folder, write_record
+from tcs_lab.runs.records import results_folder
 from tcs_lab.runs.runs import Run
 from tcs_lab.studies import bench, links
 from tcs_lab.studies.optimizers import HookTraining, final_loss
@@ -231,28 +231,13 @@ def test_the_index_finds_records_by_what_they_are(tmp_path, small):
 
 
 def test_every_committed_record_has_its_kind():
-    """And the plan of the links is measured, by rows that are older than their records."""
+    """And the plan of the links is measured."""
     count = {kind: len(find_records(kind)) for kind in (HookTraining, bench.BenchRun)}
-    assert count == {HookTraining: 61, bench.BenchRun: 7}
+    assert count == {HookTraining: 61, bench.BenchRun: 5}
     jobs = [job for stage in plan_jobs(lab.ROOT / "params/links.yaml").values() for job in stage]
     assert not missing_jobs(jobs)
-    rows = links.Links([row for job in jobs for row in job.read()["rows"]]).rows
-    assert all(row in rows for row in links.Links(links._read_old_rows(None)).rows)
-    older = links.read_stages("10 million", "100 million").rows
-    newer = links.read_stages("GPT", "10 million, settings").rows
-    assert all(row in rows for row in older + newer) and len(newer) == 2 * 8 * 6
-
-
-def test_a_newer_measurement_of_a_link_takes_the_place_of_the_older_one(tmp_path):
-    job = links.LinkMeasurement(2, links.Net(10, 1000), (None, 50.0), ("plain",))
-    case = {"way": "plain", "ranks": 2, "layers": 10, "width": 1000}
-    old = [case | {"mbit": mbit, "seconds": 1.0} for mbit in (None, 10.0, 50.0)]
-    write_json(tmp_path / "hook" / "links.json", old)
-    assert job.is_made(tmp_path) and job.read(tmp_path)["rows"] == [old[0], old[2]]
-    new = [case | {"mbit": mbit, "seconds": 2.0} for mbit in (None, 50.0)]
-    made = {"rows": new, "provenance": {"finished": "2026-11-28T12:00:00Z"}}
-    write_record(job.path(tmp_path), job.identity | made)
-    assert job.read(tmp_path)["rows"] == new
+    assert set(find_records(links.LinkMeasurement)) == {job.path() for job in jobs}
+    assert len(links.read_stages("GPT", "10 million, settings").rows) == 2 * 8 * 6
 
 
 # Plans ────────────────────────────────────────────────────────────────────────────────────────────
