@@ -2,9 +2,8 @@
 
     PYTHONPATH=CHECKOUT:CHECKOUT/notebooks python tests/oracle_cases.py answers.json [CASE ...]
 
-The first tcs_core on the path is the one that answers. The cases use only what is public and was so
-before the core was flattened; where a name has changed since, a function of the section "Names that
-have changed" hides it. States are handed back to the checkout that made them and never looked into.
+The first tcs_core on the path is the one that answers. The cases use only what is public. States are
+handed back to the checkout that made them and never looked into.
 """
 
 import functools
@@ -33,8 +32,6 @@ SIZES = [700, 60, 900, 11, 1, 328]  # entries of each layer, 2,000 in all
 CLIENTS, ROUNDS = 3, 8
 WEIGHTS = [1.0, 2.5, 0.3]
 SEED = 5
-# Schemes that a checkout may not know yet. All others must be known.
-NEWER = ("TCS-Random", "TCS-Stale")
 
 CASES = {}  # by name: a function of a Log
 
@@ -92,28 +89,6 @@ class Log:
     def failed(self, where, error):
         """A refusal or a failed round that the case provokes. Its text may change."""
         self(where, "raised", (type(error).__name__, getattr(error, "client", None)))
-
-
-# Names that have changed ──────────────────────────────────────────────────────────────────────────
-
-
-def byte_link(channel, on_bad="stop"):
-    """A link whose messages become bytes, which `channel(sender, data)` carries."""
-    kind = tcs.ByteLink if "ByteLink" in vars(tcs) else tcs.Link
-    return kind(channel=channel, on_bad=on_bad)
-
-
-def lose(known):
-    """The round is over and nobody was heard in it."""
-    known.lose() if hasattr(known, "lose") else known.skip()
-
-
-def statistics_of(federation):
-    """The running statistics of every client's norms, (N, S)."""
-    for owner in (federation, getattr(federation, "trainer", None)):
-        if hasattr(owner, "statistics_NS"):
-            return owner.statistics_NS
-    raise AttributeError("statistics_NS: neither the federation nor its trainer has it")
 
 
 # Schemes ──────────────────────────────────────────────────────────────────────────────────────────
@@ -201,7 +176,7 @@ def compress(
     wires = Wires([(t, 1) for t in damaged])
 
     def made():
-        link = byte_link(wires, "skip" if damaged else "stop") if by_bytes else None
+        link = tcs.Link(wires, "skip" if damaged else "stop") if by_bytes else None
         scheme, sizes = scheme_of(name), list(SIZES)
         return tcs.Compressor(scheme, sizes, CLIENTS, link=link, weights=weights, seed=SEED)
 
@@ -337,7 +312,7 @@ def halves(log, name, dense=2, weights=None, lost=(), unheard=(), resumed=None, 
     apart, wires = Apart(name, weights), Wires()
     plain = not (lost or unheard)
     compressor = tcs.Compressor(
-        scheme_of(name), list(SIZES), CLIENTS, link=byte_link(wires), weights=weights, seed=SEED
+        scheme_of(name), list(SIZES), CLIENTS, link=tcs.Link(wires), weights=weights, seed=SEED
     )
     for t, deltas_ND in enumerate(deltas_like_training(ROUNDS, CLIENTS, SIZES)):
         apart = apart.resumed() if t == resumed else apart
@@ -352,7 +327,7 @@ def halves(log, name, dense=2, weights=None, lost=(), unheard=(), resumed=None, 
             apart.clients[2] = taken_up(apart, before, dense=t < dense)
         if t in lost:
             for known in apart.knowns:
-                lose(known)
+                known.lose()
             errors(log, t, apart.clients)
             continue
         heard = [n for n in range(CLIENTS) if not (n == 1 and t in unheard)]
@@ -463,7 +438,7 @@ class Training:
         scheme = scheme_of(name)
         self.model, shape = net_of(net)
         clients = 1 if scheme.centralized else CLIENTS
-        link = byte_link(self.wires, "skip" if damaged else "stop") if by_bytes else None
+        link = tcs.Link(self.wires, "skip" if damaged else "stop") if by_bytes else None
         self.calls = 0
         self.federation = tcs.Federation(
             self.model, feed_of(feed, shape, clients, scheme.local_steps), scheme, schedule,
@@ -493,7 +468,7 @@ class Training:
         self.wires.write(self.log)
         self.log(t, "theta", federation.theta_D)
         self.log(t, "momentum", federation.momentum_D)
-        self.log(t, "statistics", statistics_of(federation))
+        self.log(t, "statistics", federation.statistics_NS)
         self.log(t, "active clients", list(federation.active))
         errors(self.log, t, federation.compressor.clients.values())
         self.log(t, "parameters", [p.detach() for p in self.model.parameters()])
@@ -654,8 +629,6 @@ def signs(log):
 def budgets(log):
     """The paper's formula, and sizes of one client's messages at the paper's D."""
     for name in sorted({*COMPRESSED, *FEDERATED}):
-        if name.startswith(NEWER):
-            continue
         scheme = scheme_of(name)
         log(name, "name", scheme.name)
         log(name, "bits", (tcs.bit_budget(scheme), tcs.bit_budget(scheme, 11_173_962)))
@@ -836,8 +809,7 @@ add("hook in two processes", two_ranks, TWO_RANKS, plain={})
 
 @functools.cache
 def images():
-    whole = lab.synthetic_dataset(120, 40)
-    return (whole.resize if hasattr(whole, "resize") else whole.resized)(8)  # its older name
+    return lab.synthetic_dataset(120, 40).resize(8)
 
 
 def lab_training(log, name, **changes):
@@ -846,8 +818,7 @@ def lab_training(log, name, **changes):
     torch.set_num_threads(2 if settings.client_threads else 1)
     images()  # made while `lab.synthetic_dataset` is still the lab's own
     with pytest.MonkeyPatch.context() as patch:
-        home = sys.modules[lab.load_dataset.__module__]  # another one in older checkouts
-        patch.setattr(home, "synthetic_dataset", images)
+        patch.setattr(lab.tasks.images, "synthetic_dataset", images)
         lab.load_dataset.cache_clear()
         training = lab.Training(settings, lab.load_data(settings))
         for epoch in range(2):
@@ -871,22 +842,8 @@ add(
 # The answers ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def unknown_scheme(name):
-    """Whether a case is of a scheme that this checkout does not know yet."""
-    newer = next((scheme for scheme in NEWER if f": {scheme}" in name), None)
-    if newer is None:
-        return False
-    try:
-        tcs.Scheme.named(newer)
-    except ValueError:
-        return True
-    return False
-
-
 def answer(name):
     """What a case computes: its log, or why there is none."""
-    if unknown_scheme(name):
-        return {"unknown": True}
     torch.manual_seed(0)
     log = Log()
     try:
