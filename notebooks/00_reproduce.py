@@ -12,7 +12,10 @@
 # The paper *Time-Correlated Sparsification* (TCS) trains one network at many clients, which send only a small part of their updates. This
 # notebook compares the paper's accuracies with ours, and then draws its Tables 1 to 3 and Figures 3 to 5. As it stands, it trains nothing
 # and needs no data. It draws the stored results (*records*) of profile `evidence`. (A *profile* is a file in `params/` that names the data,
-# the network and the number of epochs.) The grey bars are folded code cells: click one to open it. The second one holds the settings.
+# the network and the number of epochs.) The grey bars are folded code cells: click one to open it. The second one holds the settings. The
+# section *Make it yourself* says how to change them.
+#
+# *Run time*: seconds as it stands. *Read before*: the README.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import io
@@ -151,33 +154,11 @@ if len(measured):
 print(f"This page is drawn from {len(drawn_runs)} records in results/{shown}/runs/.")
 
 # %% [markdown]
-# In the picture, methods further to the left send and receive less. The grey band is centralized training. Each point is a mean over seeds.
-# Its bar, and the grey band, reach from one standard deviation below the mean to one above it. The megabytes are those that one client
-# sends and receives in the whole training. The suffix -L4 in a name means four local steps per round, and -Q5 means values of 5 bits. In
-# the tables below, -LF means that every layer gets at least a minimum share of the entries, in the shared mask and in each client's own
-# mask. -PLF does this for the shared mask only. *Global Momentum* means that the server and all clients apply the same momentum to the
-# averaged update. [09_your_own_scheme](09_your_own_scheme.ipynb) explains all suffixes. In *top-K*, every client sends the largest entries
-# of its own update together with their positions. The paper trains a larger network for longer, on larger images and twice as many of them,
-# so its accuracies are higher than ours. So compare the differences from the Baseline. Even these need not be equal, because our training
-# is a smaller one.
-#
-# ## Make it yourself
-#
-# The profile decides how large the trainings are. If you give this notebook the file of a profile, it first makes all runs of that profile
-# that have no record yet. Start it from the root of the repository:
-#
-#     uv run papermill notebooks/00_reproduce.ipynb results/quick/00_reproduce.ipynb -f params/quick.yaml
-#
-# *Run time*: seconds as it stands, and three to eleven minutes for profile `quick` on two cores. *Read before*: the README.
-#
-# You can also change the settings in the second grey bar and run all cells again. A setting that is `None` takes its value from the
-# profile's file, or else from the paper. For example:
-#
-# - `tables = [3]` draws only the table with momentum and its figure.
-# - The setting `points` lists the methods of the first table and of the picture. With `"TCS-L2"` in it, the table gets a further row and the picture a further
-#   point, which lies between those of TCS and TCS-L4.
-# - `seeds = [1, 2, 3]` uses only three runs of each method, so the accuracies change a little. In profile `evidence` the differences from
-#   the Baseline stay the same, because they come from a statistical model that always uses all runs.
+# In the picture, methods further to the left send and receive less. The megabytes are those of one client in the whole training. The grey
+# band is centralized training. Each point is a mean over seeds. Its bar, and the grey band, reach from one standard deviation below the mean
+# to one above it. [09_your_own_scheme](09_your_own_scheme.ipynb) explains the suffixes in the names. The paper trains a larger network for
+# longer, on larger images and twice as many of them, so its accuracies are higher than ours. Compare the differences from the Baseline
+# instead.
 #
 # ## All tables and figures
 #
@@ -208,27 +189,30 @@ for t, table in drawn.items():
         display(Image(table.picture, width=700, alt=alternative(t)))
 
 # %% [markdown]
-# **How to read them.** Each table is followed by its figure. A figure shows the test accuracy after each epoch on the left, and the last
-# epochs, enlarged, on the right. In profile `evidence` all runs train on the same half of the training images of CIFAR-10. The last epoch
-# is tested on 35,000 images: the 10,000 test images and the 25,000 training images that were left out. All earlier epochs are tested on the
-# 10,000 test images alone. The step at epoch 80 comes from this change and not from learning.
+# Two notes:
 #
-# In profile `evidence` our intervals come from one statistical model of all runs, which was fixed before the first run. Some seeds give
-# slightly higher accuracies than others, whatever the method, and the model takes this into account. So where a method has fewer seeds than
-# the Baseline, its difference can deviate from the difference of the two accuracies that are printed. (Elsewhere, they differ by rounding.)
-# The learning rate η in a table's title is the paper's. (The title of Table 3 has none; it is 0.5, as in Table 1.) In our runs it is scaled
-# to our smaller batches. The Baseline has its own learning rate, so its row is the same in all three tables. In Table 3, methods that use
-# momentum should be compared with *Baseline-Momentum* instead, which is centralized training with momentum. (For TCS, the paper prints a
-# standard deviation of 0.143 in its Table 1 and of 0.128 in its Table 3.) [13](13_evidence.ipynb) judges the paper's claims by the same
-# model. Other profiles have no such model. Their intervals are Student's t intervals over the seeds that a method and the Baseline have in
-# common.
+# - In profile `evidence` the curves rise by a small step at the last epoch. All earlier epochs are tested on the test images of CIFAR-10
+#   alone. The last one is also tested on the half of the training images that no run has trained on. The step comes from this change and
+#   not from learning.
+# - The Baseline is trained without momentum, and its row is the same in all three tables. In Table 3, compare *TCS-Global Momentum* (the
+#   server and all clients apply the same momentum to the averaged update) with *Baseline-Momentum* instead, which is centralized training
+#   with momentum.
 #
-# In the column of bits, the first number is the paper's formula. The second is counted in the messages that were sent after the warm-up
-# (the first epochs, in which nothing is compressed). It can be larger, because messages contain some numbers that the formula leaves out.
-# It can also be smaller, because the formula only estimates how many bits the positions take.
+# ## Make it yourself
 #
-# The csv files also contain the training loss. If a method ends below the Baseline and its training loss is also higher, it may only have
-# needed more epochs.
+# The profile decides how large the trainings are. If you give this notebook the file of a profile, it first makes all runs of that profile
+# that have no record yet. For profile `quick`, this takes three to eleven minutes on two cores. Start it from the root of the repository:
+#
+#     uv run papermill notebooks/00_reproduce.ipynb results/quick/00_reproduce.ipynb -f params/quick.yaml
+#
+# You can also change the settings in the second grey bar and run all cells again. A setting that is `None` takes its value from the
+# profile's file, or else from the paper. For example:
+#
+# - `tables = [3]` draws only the table with momentum and its figure.
+# - The setting `points` lists the methods of the first table and of the picture. With `"TCS-L2"` in it, the table gets a further row and the picture a further
+#   point, which lies between those of TCS and TCS-L4.
+# - `seeds = [1, 2, 3]` uses only three runs of each method, so the accuracies change a little. In profile `evidence` the differences from
+#   the Baseline stay the same, because they come from a statistical model that always uses all runs.
 
 # %% [markdown]
 # ## What we saw

@@ -9,31 +9,9 @@
 # %% [markdown]
 # # 07 · Send a value in five bits
 #
-# **In short.** The paper's quantizer sends one bit for the sign of a value, and four bits that say in which of 16 intervals its magnitude
-# lies. The receiver replaces the magnitude by the mean of its interval. In every interval, the lower end is σ times the upper end, and σ is
-# the same number for all intervals. Every value except zero therefore arrives with a relative error of at most (1 − σ)/σ. For the messages
-# on this page, the median of this bound is 0.77. No smaller bound holds for all possible messages. What a message loses stays with the
-# client, as part of its errors, and is sent later. With five bits, a plain uniform quantizer leaves a smaller error of the message as a
-# whole. The strength of the paper's quantizer is that *small* values also arrive with a limited relative error.
-#
-# After this notebook you will be able to
-#
-# - find the interval of a value, and turn codes back into values,
-# - say which errors are bounded, and where another quantizer does better.
-#
-# **Claim (Sec. II-F, Eq. 20–23).** Fractional quantization uses q bits for a value: one for its sign, and the others for the number of one
-# of $P=2^{q-1}$ intervals. Every value except zero, large or small, arrives with an error of at most $(1-\sigma)/\sigma$ times its
-# magnitude.
-#
-# TCS-L4-Q5, the scheme of the paper that sends the fewest bits, uses q = 5 bits per value. We take the values that the clients of a small
-# TCS training really send, quantize them and compare the errors with the bound. Then we compare the method with three other quantizers at
-# the same q, and count the bits of everything that must be sent.
-#
-# *Run time*: about 15 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb), which explains masks and errors. Positions are the
-# subject of [06_sparse_encoding](06_sparse_encoding.ipynb).
-#
-# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The one under *Parameters* holds the values that
-# you can change.
+# TCS-L4-Q5, the scheme of the paper that sends the fewest bits, sends each value in five bits instead of 32. This notebook takes the values
+# that the clients of a small TCS training really send, quantizes them, and measures their errors. Then it compares the paper's quantizer
+# with three others that use as many bits.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
@@ -51,16 +29,49 @@ import tcs_core as tcs
 
 torch.set_num_threads(1)
 
+
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
+def accuracy_of_five_bits() -> str:
+    """Say what 5-bit values cost in accuracy, from the table that notebook 13 has saved."""
+    path = lab.results_folder("evidence") / "claims.csv"
+    row = pd.read_csv(path).set_index("claim").loc["q5"] if path.exists() else {"verdict": None}
+    costs = {"supported": "cost no accuracy", "contradicted": "cost accuracy", "open": "may cost accuracy"}  # fmt: skip
+    if row["verdict"] not in costs:
+        return "There is no result here yet that says what this costs in accuracy."
+    return (f"In the trainings of notebook 13, five bits {costs[row['verdict']]}: the final test accuracy of TCS-L4-Q5 minus that of "
+            f"TCS-L4, which sends 32-bit values, is {lab.format_estimate(row)} percentage points, with a 95 % interval from "
+            f"{row['n']} trainings of each.")  # fmt: skip
+
+
+display(Markdown(f"""**In short.** The paper's quantizer sends one bit for the sign of a value and four bits that say in which of 16 intervals its magnitude
+lies, and the receiver replaces the magnitude by the mean of its interval. In every interval the upper end is the same multiple of the lower
+end, so the *relative* error of a small value has the same bound as that of a large one. With five bits, a plain uniform quantizer leaves a
+smaller error of the message as a whole, but much larger relative errors of the small values. {accuracy_of_five_bits()}"""))  # fmt: skip
+
 # %% [markdown]
+# After this notebook you will be able to
+#
+# - find the interval of a value, and turn codes back into values,
+# - say which errors are bounded, and where another quantizer does better.
+#
+# **Claim (Sec. II-F, Eq. 20–23).** Fractional quantization uses q bits for a value: one for its sign, and the others for the number of one
+# of $P=2^{q-1}$ intervals. In every interval, the lower end divided by the upper end is the same ratio σ. Every value except zero, large or
+# small, arrives with an error of at most $(1-\sigma)/\sigma$ times its magnitude.
+#
+# *Run time*: about 25 s on two cores of an AMD EPYC. *Read before*: [03_tcs](03_tcs.ipynb), which explains masks and errors. Positions are the
+# subject of [06_sparse_encoding](06_sparse_encoding.ipynb).
+#
+# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The one under *Parameters* holds the values that
+# you can change.
+#
 # ## Parameters
 #
 # You can change any of these values and run all cells again. The sections *Claim* and *What we saw* are computed anew in every run. The
-# text between the cells describes the results of the original values, so it may no longer fit. Three changes to try:
+# text between the cells describes the results of the original values, so it may no longer fit. Two changes to try:
 #
 # - `value_bits = 8` cuts the same range into 128 intervals, so the bound becomes much smaller. But 128 means must be sent, too, and
 #   they take about a third of the message.
 # - `width = 32` makes the network larger and the messages longer. The means then cost fewer bits per value.
-# - `cut = 1e-2` changes the section *One small value sets all intervals*. More values are then treated as zeros there, and the intervals become narrower.
 
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 profile = "ci"  # stands in the run's configuration; nothing is written
@@ -77,17 +88,12 @@ learning_rate = 0.5  # eta
 epochs = 3  # passes over the data, the first one dense
 seed = 0  # of the run
 compared_bits = [1, 2, 3, 4, 5, 6, 7, 8]  # q of the comparison
-cut = 1e-3  # values below this share of the largest one are dropped in one experiment
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 lab.check_notebook_params(globals())
 claim = lab.Statements(globals(), "07_fractional_quantization")
 bits_of = Annotated[int, Ge(1), Le(16)]
-kinds = {
-    "value_bits": bits_of,
-    "compared_bits": Annotated[list[bits_of], Len(1)],
-    "cut": lab.Fraction,
-}
+kinds = {"value_bits": bits_of, "compared_bits": Annotated[list[bits_of], Len(1)]}
 lab.check_values(globals(), **kinds, epochs=Annotated[int, Ge(2)])
 scheme = tcs.Scheme.named(f"TCS-Q{value_bits}", phi_global=phi_global, phi_local=phi_local)
 sizes = {"model": model, "width": width, "clients": clients, "batch_size": batch_size}
@@ -103,33 +109,32 @@ print(lab.forecast_trainings([small]))
 # ## The values that clients send
 #
 # A client **intends** to send its model difference plus the errors that it kept from earlier rounds. It really sends only the entries in
-# the global mask (which comes from the last update) and in its own local mask. For every client, the function `look` collects the intended
-# vector and the positions that the client sends:
+# the global mask (which comes from the last update) and in its own local mask. The function `look` collects the values that each client
+# intends to send there:
 
 
 # %%
-def look(federation, before_ND) -> list[tuple]:
-    """Per client: the intended vector (D,) and the positions sent, global mask first (Alg. 2)."""
+def look(federation, before_ND) -> list[torch.Tensor]:
+    """Per client: the intended values (K,) at the positions sent, global mask first (Alg. 2)."""
     seen, known = [], federation.compressor.known
     clients = federation.compressor.clients.values()
     for client, intended_D in zip(clients, before_ND + federation.deltas_ND, strict=True):  # line 9
         local_K = client.own_positions(intended_D)  # line 10
-        seen.append((intended_D, torch.cat([known.shared_K, local_K])))  # line 11
+        seen.append(intended_D[torch.cat([known.shared_K, local_K])])  # line 11
     return seen
 
 
 federation, all_sent = lab.Training(config, data, keep_deltas=True), []
 compressor, before_ND = federation.compressor, None
 for epoch in range(epochs):
-    for update_D in federation.rounds(epoch):
+    for _ in federation.rounds(epoch):
         if not compressor.known.dense:
-            messages, server_D = look(federation, before_ND), update_D
-            all_sent += [intended_D[where] for intended_D, where in messages]
+            all_sent += look(federation, before_ND)
         before_ND = compressor.errors_ND.clone()
 
 # %%
 u = all_sent[-clients]  # client 0, last round: the example from here on
-K, D = len(u), len(server_D)
+K, D = len(u), compressor.errors_ND.shape[1]
 print(f"{len(all_sent)} messages of {K} values; the model has {D:,} parameters")
 least, most = (lab.format_number(float(end), 2) for end in u.abs().aminmax())
 print(f"magnitudes from {least} to {most} in the example")
@@ -154,7 +159,8 @@ lab.show_code(tcs.interval_edges, tcs._fractional)  # in tcs.fractional_quantize
 
 # %% [markdown]
 # We depart from the paper's text in two points. Our intervals are half open, and the last one also contains $u_{min}$, so that each value
-# belongs to exactly one interval. And our $u_{min}$ is the smallest magnitude that is not zero, because a zero would make $\sigma=0$.
+# belongs to exactly one interval. And our $u_{min}$ is the smallest magnitude that is not zero, because a zero would make $\sigma=0$. A zero
+# has no code of its own. It arrives as the mean of the interval with the smallest values.
 
 # %%
 codes, means = tcs.fractional_quantize(u, P)
@@ -188,7 +194,8 @@ lab.show_figures()
 # %% [markdown]
 # On the logarithmic axis all intervals have the same width. The values of the local mask are all at the right end, since they are the
 # largest ones outside the global mask. Most other values lie in the right half of the axis, and the intervals on the left are nearly empty.
-# This shows a weakness: the single smallest value decides how wide all intervals are.
+# This shows a weakness: the single smallest value decides how wide all intervals are, so one very small value makes all others less
+# accurate.
 #
 # ## One message
 #
@@ -209,7 +216,8 @@ print(
 )
 
 # %% [markdown]
-# The signs arrive exactly, the magnitudes approximately. In such a short message, the means are a visible part of the bits.
+# The signs arrive exactly, the magnitudes approximately. What a message loses stays in the client's errors, and is sent in a later round.
+# In such a short message, the means are a visible part of the bits.
 #
 # ## The bound
 #
@@ -219,7 +227,8 @@ print(
 # $$|Q(u)-u|\;\le\;\gamma\,|u|,\qquad \gamma=\frac{1-\sigma}{\sigma}.$$
 #
 # A value at the lower end of its interval can arrive too large by up to $\gamma$. A value at the upper end can arrive too small by at most
-# $1-\sigma$, which is less.
+# $1-\sigma$, which is less. No smaller bound holds for all messages: if many values lie at the upper end of an interval and one at its
+# lower end, the mean is close to the upper end, and the error of that one value is close to the bound.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 fig, ax = plt.subplots(figsize=(8.4, 3.8), layout="constrained")
@@ -266,23 +275,30 @@ print(f"In no message did the error of a value exceed {used:.0%} of the bound.")
 # In every message, the largest error of one value is below the bound. But look at `gamma` itself. If σ is below 1/2, then γ is above 1, and
 # the bound allows an error that is larger than the value itself.
 #
-# ## The bound is tight
+# ## One quantizer for all values, or two?
 #
-# Could the bound be smaller? To test this, we make a message with one value at the lower end of the last interval and many copies of a
-# value at its upper end. The copies pull the mean up, away from the single value. We choose powers of two, which make σ = 1/2.
+# The paper says that the error becomes smaller if values are quantized in blocks. Our implementation (`tcs_core.py`) quantizes all values
+# of a message together, those in the shared mask (the global one) and those in the client's own (local) mask. Here we compare this with
+# quantizing each of the two groups by itself. A second group costs another P means of 32 bits.
 
-# %% tags=["nbval-check-output"]
-for copies in (1, 10, 100, 1000):
-    crowd = torch.full((copies,), 2.0**-15 * (1 - 1e-6))
-    tricky = torch.cat([torch.tensor([1.0, 2.0**-16]), crowd])
-    _, share = tcs.interval_edges(tricky, 16)
-    off_by = abs(float(quantized(tricky, 16)[1]) - 2.0**-16) / 2.0**-16
-    tight = off_by / float((1 - share) / share)
-    print(f"{copies:5d} values above: {tight:.3f} of the bound")
+
+# %%
+def relative_error(*blocks) -> float:
+    values = torch.cat(blocks)
+    return float(
+        (torch.cat([quantized(block, P) for block in blocks]) - values).norm() / values.norm()
+    )
+
+
+blocks_of = [values.tensor_split([compressor.rule.k_global]) for values in all_sent]
+together = pd.Series([relative_error(values) for values in all_sent])
+apart = pd.Series([relative_error(*blocks) for blocks in blocks_of])
+print(f"The mean relative error of a message is {together.mean():.1%} together and {apart.mean():.1%} in two groups. "
+      f"Two groups have the smaller error in {(apart < together).mean():.0%} of the {len(apart)} messages.")  # fmt: skip
+smaller = lab.judge_mean(*lab.paired_gain(together, apart))
+claim.judge("shared and own values have a smaller error if they are quantized separately", smaller)
 
 # %% [markdown]
-# The more copies there are, the closer the error comes to the bound. So no smaller bound holds for every input.
-#
 # ## Other quantizers
 #
 # Is the paper's quantizer better than others that use as many bits? We compare it with three. Each function below returns the values that
@@ -352,15 +368,6 @@ for ax in axes:
 fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
 lab.show_figures()
 
-# %%
-short = result[result["q"].isin({2, 3, 5, 8} | {value_bits})].copy()
-short["name"] = short["method"].str.replace("_", " ") + ", q = " + short["q"].astype(str)
-text = pd.DataFrame({"quantizer": short["name"]})
-text["bits per value"] = short["bits"].map("{:.2f}".format)
-text["error of the message, %"] = (100 * short["vector"]).map("{:.1f}".format)
-text["error that 95 % of the values stay below, %"] = (100 * short["tail"]).map("{:,.1f}".format)
-display(Markdown(lab.markdown(text)))
-
 # %% [markdown]
 # The two pictures have different winners.
 #
@@ -375,125 +382,23 @@ display(Markdown(lab.markdown(text)))
 # Natural quantization is the worst method with one or two bits. It stops improving once its powers of two cover all values. At q = 1 there
 # is a single interval, and fractional quantization *is* the scaled sign.
 #
-# ## One small value sets all intervals
-#
-# σ depends only on the largest and the smallest value. What happens if we treat all values below `cut` times the largest one as zeros and
-# do not send them? The intervals become narrower. The dropped values are not lost, since they stay in the client's errors.
-
-# %%
-rows = []
-for u_n in all_sent[-clients:]:
-    trimmed = torch.where(u_n.abs() < cut * u_n.abs().max(), 0.0, u_n)
-    got = torch.where(trimmed == 0, 0.0, quantized(trimmed, P))
-    rows.append(
-        {"as in the paper": worst(u_n)["vector"], "trimmed": float((got - u_n).norm() / u_n.norm())}
-    )
-    rows[-1] |= {"values dropped": float((trimmed == 0).float().mean())}
-trim = pd.DataFrame(rows).mean()
-print(
-    "mean over the clients: relative error of the whole message in both ways, and the fraction of values dropped"
-)
-print((100 * trim).round(1).astype(str).add(" %").to_string())
-
-# %% [markdown]
-# The error is smaller, although a few values are not sent. (This is not for free: the receiver must be told which values are missing, for
-# example by a code of its own. These bits are not counted here.)
-#
-# ## Edge cases
-#
-# The quantizer must accept zeros, equal values, a single value and a single interval, and be exact where that is possible. It must refuse
-# NaN, and a message without values.
-
-# %% tags=["nbval-check-output"]
-nan = float("nan")
-cases = {"zeros only": [0, 0, 0], "a zero": [0, 4, -1], "equal": [3, -3, 3], "one": [-5], "none": [],
-         "33 decades": [1e18, -1e-15], "a NaN": [1, nan]}  # fmt: skip
-for name, values in cases.items():
-    given = ", ".join("NaN" if math.isnan(x) else lab.format_number(x) for x in values)
-    try:
-        got = quantized(torch.tensor(values, dtype=torch.float32), 16)
-        print(f"{name:12s}{given} -> {', '.join(map(lab.format_number, got.tolist()))}")
-    except ValueError as error:
-        print(f"{name:12s}{given} -> ValueError: {error}")
-one = quantized(torch.tensor([1.0, 2.0, -6.0]), 1)
-print(f"{'P = 1':12s}1, 2, −6 -> {', '.join(map(lab.format_number, one.tolist()))}")
-
-# %% [markdown]
-# A zero has no code of its own. It arrives as the mean of the interval with the smallest values.
-#
-# ## Nothing is lost
-#
-# The difference between a value and what arrives of it goes into the client's errors, together with the entries that were not sent at all.
-# In the next round, the client adds its errors to what it intends to send. So this equation holds for every client $n$:
-#
-# $$\text{sent}_n+\text{errors}_n=\text{intended}_n .$$
-#
-# We check it for each client in the last round. We also check that the server's update is the average of what the clients sent:
-
-# %%
-exact, rounded, average_D = [], True, torch.zeros(D)
-for n, (intended_D, where) in enumerate(messages):
-    sent_D = torch.zeros(D)
-    sent_D[where] = quantized(intended_D[where], P)
-    left_D = compressor.errors_ND[n]
-    rest_D = (sent_D + left_D - intended_D).abs()
-    rounded &= bool((rest_D <= 2.0**-23 * (intended_D.abs() + left_D.abs())).all())  # a float's
-    exact.append(bool((rest_D == 0).all()))
-    average_D += sent_D / clients
-print(f"sent + errors = intended, bit for bit, for {sum(exact)} of {clients} clients")
-off_by = lab.format_number(float((average_D - server_D).abs().max()), 1)
-print(f"the server's update differs from the average of what was sent by at most {off_by}")
-
-# %% [markdown]
-# If σ ≥ 1/2, the equation holds bit for bit. A value and its mean then differ at most by a factor of two, and the difference of two such
-# floats is computed without rounding. For smaller σ, there may be one rounding error.
-#
-# ## One quantizer for all values, or two?
-#
-# The paper says that the error becomes smaller if values are quantized in blocks. Our implementation (`tcs_core.py`) quantizes all values
-# of a message together, those in the shared mask (the global one) and those in the client's own (local) mask. Here we compare this with
-# quantizing each of the two groups by itself. A second group costs another P means of 32 bits.
-
-
-# %%
-def relative_error(*blocks) -> float:
-    values = torch.cat(blocks)
-    return float(
-        (torch.cat([quantized(block, P) for block in blocks]) - values).norm() / values.norm()
-    )
-
-
-blocks_of = [values.tensor_split([compressor.rule.k_global]) for values in all_sent]
-together = pd.Series([relative_error(values) for values in all_sent])
-apart = pd.Series([relative_error(*blocks) for blocks in blocks_of])
-print(f"The mean relative error of a message is {together.mean():.1%} together and {apart.mean():.1%} in two groups. "
-      f"Two groups have the smaller error in {(apart < together).mean():.0%} of the {len(apart)} messages.")  # fmt: skip
-smaller = lab.judge_mean(*lab.paired_gain(together, apart))
-claim.judge("shared and own values have a smaller error if they are quantized separately", smaller)
-
-# %% [markdown]
 # ## Claim
 #
-# The next cell checks five statements.
+# The next cell checks three statements.
 #
 # 1. The bound holds for every value of every message, and for each message as a vector. (A tolerance of one millionth covers the rounding of
 #    the means to float32.)
-# 2. The bound is tight: in the example with 1000 copies, the error is at least 99.8 % of the bound.
-# 3. What a client sends plus its new errors is what it intended to send, up to one rounding error, and exactly if σ ≥ 1/2.
-# 4. For TCS-LF-Q5 (TCS with a minimum for every layer and five bits per value), the formula for the bits gives the number in the paper's Table 2: 0.067 bits per parameter and local step.
-# 5. With one interval, values that are not zero arrive as with the scaled sign.
+# 2. For TCS-LF-Q5 (TCS with a minimum for every layer and five bits per value), the formula for the bits gives the number in the paper's Table 2: 0.067 bits per parameter and local step.
+# 3. With one interval, values that are not zero arrive as with the scaled sign.
 
 # %%
-limit, sure = checked["gamma"] * (1 + 1e-6), checked["sigma"].iloc[-clients:] >= 0.5
+limit = checked["gamma"] * (1 + 1e-6)
 bounded = (checked["one value"] <= limit).all() and (checked["vector"] <= limit).all()
 claim(
     "the error of every value of every message is within the bound",
     bool(bounded),
     f"{len(all_sent)} messages",
 )
-claim("some errors come close to the bound", 0.998 < tight <= 1 + 1e-6, f"{tight:.3f} of it")
-claim("sent + errors = intended", rounded and bool(pd.Series(exact)[sure.to_numpy()].all()),
-      f"exactly for {sum(exact)} of {clients} clients")  # fmt: skip
 claim("the budget of TCS-LF-Q5 is the paper's", round(tcs.bit_budget("TCS-LF-Q5"), 3) == 0.067)
 alike = torch.allclose(fractional(u[u != 0], 1)[0], tcs.scaled_sign(u[u != 0]))
 claim("with one interval the quantizer is the scaled sign", alike)
@@ -581,12 +486,14 @@ print(f"In {weak:.0%} of the messages gamma is above 1, so that the bound says l
 for q in sorted({3, value_bits} & set(compared_bits)):
     pairs = [f"{m} {at.loc[(m, q), 'vector']:.1%}" for m in ("fractional", "uniform", "natural")]
     print(f"The error of the whole message with q = {q}: {', '.join(pairs)}")
+print(accuracy_of_five_bits())
 
 # %% [markdown]
-# The bound holds and cannot be improved, but that does not make this quantizer the best one. With the same number of bits, a plain uniform
-# quantizer leaves a smaller error of the whole message on these values. Fractional quantization limits the relative error of *small*
-# values, too, and from four bits on, natural quantization does so as well. The paper wants this because it is fair to layers whose values
-# are small. Whether a training profits from it is not measured here.
+# The bound holds, but that does not make this quantizer the best one. With the same number of bits, a plain uniform quantizer leaves a
+# smaller error of the whole message on these values. Fractional quantization limits the relative error of *small* values, too, and from
+# four bits on, natural quantization does so as well. The paper wants this because it is fair to layers whose values are small. Whether such
+# layers profit from it is not measured here. The trainings of [13_evidence](13_evidence.ipynb) use only the paper's quantizer, so they do
+# not say whether a uniform one would reach the same accuracy.
 #
 # Next, [08_tables_and_curves](08_tables_and_curves.ipynb) shows TCS-L4-Q5 beside the other schemes.
 

@@ -256,7 +256,7 @@ for row in summary.itertuples():
 #   published code, they are in units of gradients, which gives other results when the learning rate changes. Our name for this variant is
 #   `-GE`.
 #
-# Next, [09_your_own_scheme](09_your_own_scheme.ipynb) shows how to add a scheme of your own to this table.
+# Next, [09_your_own_scheme](09_your_own_scheme.ipynb) shows how to add a scheme of your own and how to compare it.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(f"Shown with {lab.describe_core()}. {lab.describe_provenance(records)}")

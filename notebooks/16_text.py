@@ -15,11 +15,12 @@
 #
 # **Claim (beyond the paper).** On text, with clients whose data differ, consecutive updates share more of their largest entries than chance
 # would give. After the warm-up, a client of TCS sends at least 85 times fewer bits than in dense training. The paper's other claims are
-# judged further down, from recorded runs.
+# judged further down, from recorded runs. The section *On text* of [17_rivals](17_rivals.ipynb) compares the same runs with those of other
+# methods, such as STC and DGC.
 #
 # Nothing has to be downloaded. The text is `pydoc_data.topics`, the help topics that come with every Python.
 #
-# *Run time*: about a minute on two cores of a Xeon; the recorded runs took hours. *Read before*: [03_tcs](03_tcs.ipynb),
+# *Run time*: about half a minute on two cores of an AMD EPYC; the recorded runs took hours. *Read before*: [03_tcs](03_tcs.ipynb),
 # [05_global_momentum](05_global_momentum.ipynb).
 #
 # *How to use it*: the grey bars are folded code cells; click one to open it. The second one holds the parameters. Change them there and run
@@ -61,6 +62,7 @@ params = lab.read_params(files)
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 read = lab.read_claims(lab.ROOT / "params/claims_text.yaml")
 records = lab.load_claim_records(read, lab.read_params([lab.ROOT / f"params/{evidence}.yaml"]))
+judged = lab.judge_claims(read, records)
 
 
 def own_megabytes(record: dict) -> pd.Series:
@@ -92,39 +94,33 @@ for record in [*records.values(), *controls]:
     groups[f"{scheme} at {rate:g}"].append(record)
 
 
-def final_bits(side: tuple[str, float]) -> dict[int, float]:
-    """Return the final bits per character of a scheme at a learning rate, by seed."""
-    found = groups[f"{side[0]} at {side[1]:g}"]
-    return {r["config"]["seed"]: r["rows"][-1]["loss"] / math.log(2) for r in found}
+def mean_accuracy(side: tuple[str, float]) -> str:
+    """Return the mean final accuracy of a scheme at a learning rate, in percent."""
+    ends = [record["rows"][-1]["accuracy"] for record in groups[f"{side[0]} at {side[1]:g}"]]
+    return f"{100 * sum(ends) / len(ends):.2f} %"
 
 
-def against(one: dict[int, float], other: dict[int, float]) -> str:
-    """Return the mean difference of runs with the same seed, and its 95 % interval."""
-    seeds = sorted(one.keys() & other.keys())
-    gap, half = lab.paired_gain([one[s] for s in seeds], [other[s] for s in seeds])
-    return (
-        lab.format_interval(gap, gap - half, gap + half, "{:+.3f}")
-        + f", n\u00a0=\u00a0{len(seeds)}"
-    )
+def difference(name: str) -> str:
+    """Return the difference of a claim, in points of accuracy, with its interval."""
+    found = judged.set_index("claim").loc[name]
+    interval = lab.format_interval(found["measured"], found["low"], found["high"])
+    return f"{interval} points (n\u00a0=\u00a0{found['n']})"
 
 
-ours, top_k = read.claims["top-k-plain"].schemes
-with_momentum = read.claims["cost"]
-plain = {what: final_bits(side) for what, side in (
-    ("dense training", read.claims["cost-plain"].second), ("top-K", top_k), ("TCS", ours),
-    ("TCS with momentum", with_momentum.first), ("dense training with momentum", with_momentum.second))}  # fmt: skip
-if all(plain.values()):
-    means = {what: f"{sum(ends.values()) / len(ends):.3f}" for what, ends in plain.items()}
+shown_first = ["cost-plain", "top-k-plain", "cost"]
+if judged.set_index("claim").loc[shown_first, "measured"].notna().all():
+    ours, top_k = read.claims["top-k-plain"].schemes
+    dense, with_momentum = read.claims["cost-plain"].second, read.claims["cost"]
     sent = [lab.bits_per_parameter(r)["uplink"] for r in groups[f"{ours[0]} at {ours[1]:g}"]]
     display(
-        Markdown(f"""**In short.** The test loss is measured in bits per character; fewer are better. Without momentum, TCS ends at {means["TCS"]}, top-K at {means["top-K"]}
-and dense training at {means["dense training"]}. After the dense warm-up, a client of TCS sends {32 * len(sent) / sum(sent):.0f} times fewer bits than in dense training. With
-momentum at the server, TCS ends at {means["TCS with momentum"]} and dense training at {means["dense training with momentum"]}.
+        Markdown(f"""**In short.** Accuracy is the share of next characters that are predicted correctly. Without momentum, TCS reaches {mean_accuracy(ours)}, top-K {mean_accuracy(top_k)}
+and dense training {mean_accuracy(dense)}. After the dense warm-up, a client of TCS sends {32 * len(sent) / sum(sent):.0f} times fewer bits than in dense training. With
+momentum at the server, TCS reaches {mean_accuracy(with_momentum.first)} and dense training {mean_accuracy(with_momentum.second)}.
 
-Here, *dense training* is FedAvg: federated training in which everything is sent. Without momentum, TCS differs from it by {against(plain["TCS"], plain["dense training"])}, and top-K
-by {against(plain["top-K"], plain["dense training"])}. With momentum in both, TCS differs from it by {against(plain["TCS with momentum"], plain["dense training with momentum"])}. (For each seed, we
-take the difference of two recorded runs, and show the mean of these differences with its 95Â % interval.) The learning rate with momentum was found for dense training and was not
-tuned for TCS. This may be why TCS with momentum ends worse.""")
+Here, *dense training* is FedAvg: federated training in which everything is sent. Without momentum, TCS differs from it by {difference("cost-plain")}, and from top-K
+by {difference("top-k-plain")}. With momentum in both, TCS differs from dense training by {difference("cost")}. (These are mean differences of recorded runs, with 95 %
+intervals. The section *Which claims carry over* judges them.) The learning rate with momentum was found for dense training and was not tuned for TCS. This may be why TCS
+with momentum ends worse.""")
     )
 else:
     print("no records yet")
@@ -149,12 +145,12 @@ lines = pd.DataFrame([line(name, groups[name]) for name in sorted(groups, key=st
 display(Markdown(lab.markdown(lines) if len(lines) else "no records yet"))
 
 # %% [markdown]
-# **How to read this.** The number after "at" is the learning rate, and n is the number of seeds. The rates were found in short dense
-# trainings (`params/table_text.yaml` has the numbers), and no sparse scheme was tuned. FedAvg-L4 sends everything after four local steps.
-# Its distance to FedAvg shows what these steps cost alone, and the rest of the distance between FedAvg and TCS-L4-Q5 comes from
-# sparsification and from 5-bit values. *Accuracy* is the share of next characters that were predicted correctly. *Times fewer bits sent*
-# compares a client with dense training, after the warm-up. "Global Momentum" means that the server applies momentum (Alg. 3). We do not
-# know why top-K, although it is sparse, ends better than dense training here.
+# **How to read this.** The loss is measured in bits per character; fewer are better. The number after "at" is the learning rate, and n is
+# the number of seeds. The rates were found in short dense trainings (`params/table_text.yaml` has the numbers), and no sparse scheme was
+# tuned. FedAvg-L4 sends everything after four local steps. Its distance to FedAvg shows what these steps cost alone, and the rest of the
+# distance between FedAvg and TCS-L4-Q5 comes from sparsification and from 5-bit values. *Times fewer bits sent* compares a client with
+# dense training, after the warm-up. "Global Momentum" means that the server applies momentum (Alg. 3). We do not know why top-K, although
+# it is sparse, ends better than dense training here.
 #
 # In the warm-up, which is one epoch of ten, every scheme sends whole updates. The left panel of the picture shows the test loss by epochs,
 # and the right one by the megabytes that a client has sent and received. The right panel leaves out the warm-up, because most of what the
@@ -245,25 +241,7 @@ shown.columns = ["share of all parameters", "share of the mask", "second share Ã
 display(Markdown(lab.markdown(shown.reset_index(names="tensors"))))
 
 # %% [markdown]
-# The mask prefers the tensors at the top of the table and avoids those at its end. The last layer has one row for each character. Are the
-# entries of the mask in the rows of rare characters, or in those of frequent ones?
-
-# %%
-often = collections.Counter(torch.cat(text.train).tolist())
-order = torch.tensor([number for number, _ in often.most_common()])
-hits = parts[names.index("head.weight")].view(text.classes, -1).sum(1)[order]
-quarters = [hits[part].sum().item() for part in torch.arange(len(order)).tensor_split(4)]
-labels = [
-    "most frequent quarter of the characters",
-    "second quarter",
-    "third quarter",
-    "rarest quarter",
-]
-spread = pd.Series(quarters, index=labels) / max(sum(quarters), 1)
-display(spread.map("{:.1%}".format).to_frame("share of the mask's entries in the last layer"))
-print(
-    f"{spread.iloc[0]:.0%} of these entries belong to the most frequent quarter of all characters."
-)
+# The mask prefers the tensors at the top of the table and avoids those at its end.
 
 # %% [markdown]
 # ## Which claims carry over
@@ -281,7 +259,6 @@ print(
 # another test text, because the runs did not store which characters were predicted correctly. Intervals that allow for both would be wider.
 
 # %%
-judged = lab.judge_claims(read, records)
 shown = lab.readable_claims(judged)
 if len(shown):
     shown = shown.drop(columns=["Where", "Paper (interval)", "Paper's verdict"])
@@ -315,9 +292,6 @@ claim("in the records, TCS sends at least 85 times less after the warm-up", time
 
 # %%
 print(claim.summary())
-for verdict, claims in judged.groupby("verdict")["says"]:
-    few = verdict == "not measured"
-    print("not measured (too few runs):" if few else f"{verdict}:", *claims, sep="\n    ")
 
 # %% [markdown]
 # The clients of the recorded runs have different texts, but all of them take part in every round. What happens when only some of them do is

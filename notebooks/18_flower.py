@@ -29,6 +29,7 @@
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import importlib.util
 import json
+import re
 import signal
 import tempfile
 import time
@@ -81,68 +82,21 @@ else:
 # computed from the numbers of the client and the round, so that every way of running the job sees the same data.
 
 # %%
-GIVEN = {name: globals()[name] for name in (
-    "scheme", "clients", "rounds", "warmup", "hidden", "local_steps", "learning_rate", "seed")}  # fmt: skip
-TASK = (
-    f"GIVEN = {GIVEN!r}"
-    + """
-import json
-from pathlib import Path
-
-import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
-from tcs_lab.studies.nodes import FederatedJob
-
-torch.set_num_threads(1)
-
-def model():
-    torch.manual_seed(GIVEN["seed"])
-    width = GIVEN["hidden"]
-    layers = nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 8)
-    return nn.Sequential(*layers)
-
-def train(net, n, t):
-    generator = torch.Generator().manual_seed(10_000 * GIVEN["seed"] + 100 * n + t)
-    optimizer = torch.optim.SGD(net.parameters(), GIVEN["learning_rate"])
-    for _ in range(GIVEN["local_steps"]):
-        inputs = torch.randn(32, 64, generator=generator) + 0.3 * n  # other data for each client
-        optimizer.zero_grad()
-        cross_entropy(net(inputs), inputs[:, :8].argmax(1)).backward()
-        optimizer.step()
-
-def job(config):
-    def done(net, rows):
-        folder = Path(config["tcs-folder"])
-        torch.save(nn.utils.parameters_to_vector(net.parameters()).detach(), folder / "theta.pt")
-        (folder / "rows.json").write_text(json.dumps(rows))
-
-    keys = ("scheme", "clients", "rounds", "warmup")
-    return FederatedJob(model=model, train=train, done=done, **{key: GIVEN[key] for key in keys})
-"""
-)
+JOB = (lab.ROOT / "notebooks/examples/flower_job.py").read_text(encoding="utf-8")
+APP = (lab.ROOT / "notebooks/examples/flower_app.py").read_text(encoding="utf-8")
+given = {name: globals()[name] for name in ("scheme", "clients", "rounds", "warmup")}
+JOB = re.sub(r"(?m)^SETTINGS = .*$", f"SETTINGS = {given!r}", JOB)  # the parameters of this page
+settings = f"{hidden}, {local_steps}, {learning_rate}, {seed}"
+JOB = re.sub(r"(?m)^WIDTH, .*$", f"WIDTH, LOCAL_STEPS, RATE, SEED = {settings}", JOB)
+display(Markdown(f"```python\n{JOB}```"))
 
 # %% [markdown]
-# Flower expects a `ClientApp` and a `ServerApp`. The last two lines of the next cell make them with `tcs_lab.studies.flower`, a module of
-# these notebooks. (The package of Flower itself is called `flwr`.) The function `sized` is what Flower calls a *mod*: Flower runs it around
-# each call of a client. Here it only records how many bytes of state Flower has to carry from one call to the next.
+# Flower expects a `ClientApp` and a `ServerApp`. Two lines make them from the job, with `tcs_lab.studies.flower`, a module of these
+# notebooks. (The package of Flower itself is called `flwr`.) To copy the app, put [flower_job.py](examples/flower_job.py) and
+# [flower_app.py](examples/flower_app.py) into the package of a Flower app, whose `pyproject.toml` names `client` and `server`.
 
 # %%
-APPS = (
-    TASK
-    + """
-from tcs_lab.studies import flower
-
-def sized(message, context, call_next):
-    reply = call_next(message, context)
-    with (Path(context.run_config["tcs-folder"]) / "state.txt").open("a") as file:
-        file.write(f"{flower.size_of(context.state)}\\n")
-    return reply
-
-client = flower.client_app(job, mods=[sized])
-server = flower.server_app(job)
-"""
-)
+display(Markdown(f"```python\n{APP}```"))
 
 # %% [markdown]
 # ## The reference: all clients in one process
@@ -153,7 +107,7 @@ server = flower.server_app(job)
 
 # %%
 task: dict = {}
-exec(TASK, task)
+exec(JOB, task)
 plan = task["job"]({"tcs-folder": "."})
 
 participant = Participant(plan)
@@ -183,10 +137,10 @@ lab.show_code(tcs.Client.receive)
 
 # %% [markdown]
 # The shared mask is not sent, because the server and all clients compute it from the update. Only a node that has missed rounds receives
-# theta and the mask, uncompressed. The next cell shows this without Flower. The last client does not take part in round 1.
+# theta and the mask, uncompressed. The next cells show this without Flower. The last client does not take part in round 1.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def show(table):
     """Show a table of whole numbers, with a dash where there is none."""
     text = table.map(lambda number: "–" if pd.isna(number) else f"{int(number):,}")
@@ -200,6 +154,7 @@ def ask(server, folder, n, work):
     return sum(len(part) for part in order.values() if isinstance(part, bytes))
 
 
+# %%
 with tempfile.TemporaryDirectory() as folder:
     server, sent = ServerRounds(plan), {}
     for t in range(rounds):
@@ -221,15 +176,21 @@ show(pd.DataFrame(sent).T.rename_axis("round").add_prefix("bytes down to client 
 # the command line.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def outcome(folder):
-    """Read what a run left: theta of the server and the nodes, errors, bytes, and the largest state."""
+    """Read what a run left: theta of the server and the nodes, errors, and bytes."""
     files = [torch.load(folder / f"partition-{n}.pt", weights_only=True) for n in range(clients)]
     thetas = [torch.load(folder / "theta.pt"), *(file["theta_D"] for file in files)]
     errors = [file["client"]["errors_D"] for file in files]
     rows = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
-    state = max(int(line) for line in (folder / "state.txt").read_text(encoding="utf-8").split())
-    return {"thetas": thetas, "errors": errors, "rows": pd.DataFrame(rows), "state": state}
+    return {"thetas": thetas, "errors": errors, "rows": pd.DataFrame(rows)}
+
+
+def write_app(folder):
+    """Write the app into a folder, with the pyproject.toml that Flower needs."""
+    app = loopback.app_folder(folder, APP)
+    (app / "tcs_app" / "flower_job.py").write_text(JOB, encoding="utf-8")
+    return app
 
 
 def rounds_sent(file):
@@ -262,11 +223,16 @@ results, seconds = {}, {}
 if FLOWER:
     with tempfile.TemporaryDirectory() as name:
         folder, start = Path(name), time.perf_counter()
-        app = loopback.app_folder(folder / "app", APPS)
+        app = write_app(folder / "app")
         with loopback.Loopback(folder, simulated=clients) as link:
             results["simulation"] = waited(link.run(app, tcs_folder=name), folder)
         seconds["simulation"] = time.perf_counter() - start
     show_rows(results["simulation"])
+    rows = results["simulation"]["rows"]
+    sent, dense = rows["up"].sum() + clients * rows["down"].sum(), 2 * 4 * D * clients * rounds
+    print(
+        f"All messages together have {sent:,.0f} bytes. With dense rounds only, it would be {dense:,}."
+    )
 
 # %% [markdown]
 # All numbers are bytes. Except for the last row, each row is a round. The messages of the clients are added up. The message of the server
@@ -276,8 +242,7 @@ if FLOWER:
 # ## Separate processes, one of which is killed
 #
 # Now a SuperLink and several SuperNodes, one for each client, run as separate processes on this machine. On several machines you would
-# start them with `flower-superlink` and `flower-supernode --superlink HOST:PORT --node-config "partition-id=0"`. Here they communicate
-# through a relay that counts the bytes.
+# start them with `flower-superlink` and `flower-supernode --superlink HOST:PORT --node-config "partition-id=0"`.
 #
 # In the middle of the run, as soon as node 0 has written a message to its file, it is killed with `SIGKILL` and started again. For Flower
 # it is then a new node with an empty state, but it finds its file by its partition-id. The server first asks it which round it has reached.
@@ -286,10 +251,10 @@ if FLOWER:
 if FLOWER:
     with tempfile.TemporaryDirectory() as name:
         folder, start = Path(name), time.perf_counter()
-        app = loopback.app_folder(folder / "app", APPS)
-        with loopback.Loopback(folder) as link, loopback.Relay(link.port) as relay:
+        app = write_app(folder / "app")
+        with loopback.Loopback(folder) as link:
             for n in range(clients):
-                link.node(n, relay.port)
+                link.node(n)
             run = link.run(app, tcs_folder=name)
             while (
                 rounds_sent(file := folder / "partition-0.pt") < rounds // 2 and run.poll() is None
@@ -299,33 +264,15 @@ if FLOWER:
             print(
                 f"Node 0 was killed in round {rounds_sent(file)}. Its file has {file.stat().st_size / D:.1f} bytes per parameter."
             )
-            link.node(0, relay.port)
+            link.node(0)
             results["processes"] = waited(run, folder)
-            carried = relay.up, relay.down
         seconds["processes"] = time.perf_counter() - start
     show_rows(results["processes"])
 
 # %% [markdown]
-# ## How many bytes are sent
+# Here Flower also counts the question to the restarted node and its answer, and perhaps orders to the killed node, which contain the whole
+# model and which no node fetches.
 #
-# The next table adds up all clients and rounds. In the run in separate processes, Flower also counts the question to the restarted node and
-# its answer. It may also count orders to the killed node, which contain the whole model and which no node fetches. This depends on the
-# moment at which the node is killed. *On the wire* is what the relay counted. It also contains the code of the app, the heartbeats and the
-# repeated requests for new messages. None of these depends on the size of the model, but the heartbeats and requests grow with time.
-
-# %%
-lines = {}
-for name, found in results.items():
-    rows = found["rows"]
-    ours = rows["up"].sum(), clients * int(rows["down"].sum())
-    lines[f"{name}: our messages"] = ours
-    lines[f"{name}: as Flower counts"] = rows["Flower up"].sum(), rows["Flower down"].sum()
-if FLOWER:
-    lines["processes: on the wire"] = carried
-lines["dense, every round"] = (4 * D * clients * rounds,) * 2
-show(pd.DataFrame(lines, index=["bytes up", "bytes down"]).T)
-
-# %% [markdown]
 # ## The claim, checked
 
 
@@ -341,11 +288,6 @@ claim("a sparse message has at most a twentieth of the bytes of a dense one",
       20 * compressor.bytes_up <= 4 * D * clients, f"{compressor.bytes_up // clients:,} bytes")  # fmt: skip
 for name, found in results.items():
     claim(f"{name}: theta and errors are those of one process, bit for bit", same(found))
-    claim(
-        f"{name}: context.state is a kilobyte at most",
-        found["state"] <= 1000,
-        f"{found['state']} bytes",
-    )
 if FLOWER:
     around = results["simulation"]["rows"].eval("`Flower up` - up") / clients
     claim(

@@ -73,7 +73,7 @@ __getattr__, __dir__ = lazily(
             "compare_unequal_clients decompose estimate_difference estimate_gaps"
         ),
         "evidence.judging": (
-            "CLAIM_UNITS Gate VERDICTS apply_gates differing_bootstrap_verdict format_difference "
+            "CLAIM_UNITS VERDICTS differing_bootstrap_verdict format_difference "
             "format_estimate format_verdict judge_claims judge_interval list_unmeasured "
             "readable_claims"
         ),

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
-from pydantic import BaseModel, FiniteFloat
 
-from tcs_lab.evidence.claims import BOUNDS, Claim, Claims, SchemeAtRate
+from tcs_lab.evidence.claims import BOUNDS, Claim, Claims
 from tcs_lab.evidence.measures import COUNTED, MEASURES, compare_measures
-from tcs_lab.evidence.planned_model import (
-    RunsByScheme,
-    estimate_difference,
-    estimate_row,
-    fit_model,
-)
+from tcs_lab.evidence.planned_model import RunsByScheme, estimate_row, fit_model
 from tcs_lab.tables.analysis import Comparison, Estimate, holm
 from tcs_lab.tables.tables import Record, format_interval, mean_interval
 from tcs_lab.tables.verdicts import CONTRADICTED, NOT_MEASURED, OPEN, SUPPORTED
 
 KEEPS = dict(zip(BOUNDS, (operator.ge, operator.le, operator.gt, operator.lt), strict=True))
 SIGNS = dict(zip(BOUNDS, "≥≤><", strict=True))
-BY_CONSTRUCTION, NOT_TESTABLE = "by construction", "not testable"
+BY_CONSTRUCTION = "by construction"
 VERDICTS = (SUPPORTED, CONTRADICTED, OPEN, BY_CONSTRUCTION, NOT_MEASURED)
 
 
@@ -114,43 +108,6 @@ def _name_files(claim: Claim, runs: RunsByScheme, n: int) -> dict[str, str]:
     seeds = runs.seeds(claim.schemes) if n else []
     files = [" ".join(runs.files[scheme][seed] for seed in seeds) for scheme in claim.schemes]
     return dict(zip(("first_records", "second_records"), [*files, ""], strict=False))
-
-
-# Gates ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Gate(BaseModel, extra="forbid"):
-    """A comparison of two dense trainings on which claims hang: see `apply_gates`."""
-
-    first: SchemeAtRate
-    second: SchemeAtRate
-    at_least: FiniteFloat
-    claims: list[str]
-
-
-def apply_gates(
-    read: Claims, records: Mapping[str, Record], table: pd.DataFrame, gates: Iterable[Gate]
-) -> pd.DataFrame:
-    """Judge the claims of `table` (what `judge_claims` gives) that hang on gates in both readings.
-
-    A gate is a comparison of dense trainings; if its mean does not keep its bound, the claims that
-    hang on it are not testable. One row for each such claim: `claim`, `says`, `without` (the
-    verdict as it is), `gated` (the verdict, or "not testable") and `because` (the gates that failed).
-    """
-    failed: dict[str, list[str]] = {}
-    for gate in gates:
-        gap = estimate_difference(read, records, gate.first, gate.second)
-        reason = f"{gate.first[0]} − {gate.second[0]} is {format_difference(gap)}"
-        passed = KEEPS["at_least"](gap["measured"], gate.at_least)
-        for claim in gate.claims:
-            failed.setdefault(claim, []).extend([] if passed else [reason])
-    rows = table[table["claim"].isin(failed)].to_dict("records")
-    return pd.DataFrame(
-        {"claim": row["claim"], "says": row["says"], "without": row["verdict"],
-         "gated": NOT_TESTABLE if failed[row["claim"]] else row["verdict"],
-         "because": "; ".join(failed[row["claim"]])}
-        for row in rows
-    )  # fmt: skip
 
 
 # As a person reads it ─────────────────────────────────────────────────────────────────────────────

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
-from pydantic import BaseModel, Field, StrictBool, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from tcs_core import Scheme
 from tcs_lab.runs.parameters import SCHEME_KEYS, plan, read_params
@@ -27,7 +27,6 @@ class Setting(BaseModel, extra="forbid"):
     named: dict[Any, str] | None = None
     schemes: Annotated[list[str], Field(min_length=1)] | None = None
     paper: str | float | None = None
-    given: StrictBool = False
 
     @model_validator(mode="after")
     def _can_be_varied(self) -> Setting:
@@ -75,7 +74,6 @@ def _word(value: Any) -> str:
 class SensitivitySweep(BaseModel, extra="forbid"):
     """A file like params/sensitivity.yaml."""
 
-    margin: Annotated[float, Field(ge=0, le=100)]
     base: dict[str, Any]
     settings: Annotated[dict[str, Setting], Field(min_length=1)]
 

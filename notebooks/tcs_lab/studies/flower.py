@@ -40,8 +40,8 @@ def size_of(record: RecordDict) -> int:
     return sum(part.count_bytes() for part in record.values())
 
 
-def client_app(make_job: MakeJob, mods: list[Any] | None = None) -> ClientApp:
-    """Make the app of a node, with Flower's mods around it, which must not change the messages' bytes.
+def client_app(make_job: MakeJob) -> ClientApp:
+    """Make the app of a node.
 
     The node's file is partition-<id>.pt, in the folder `tcs-folder` of the node's configuration or of
     the run's. Flower's `context.state` has its name and checksum.
@@ -62,7 +62,7 @@ def client_app(make_job: MakeJob, mods: list[Any] | None = None) -> ClientApp:
             context.state["tcs"] = ConfigRecord({**kept})
         return Message(to_record(fields), reply_to=message)
 
-    app = ClientApp(mods=mods)
+    app = ClientApp()
     app.query()(answer)
     app.train()(lambda message, context: answer(message, context, Node.train))
     app.evaluate()(lambda message, context: answer(message, context, Node.end))

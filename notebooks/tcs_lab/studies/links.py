@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import re
 import shlex
@@ -414,23 +413,6 @@ class Links:
         seconds = self._calculate(exchange, net, 2, ranks, ranks * own_mbit)
         return None if seconds is None else (seconds, False)
 
-    def tabulate_unlimited(self) -> pd.DataFrame:
-        """Make the table of steps without a limit: their seconds, the fraction of them that is not passes and
-        optimizer, and the memory of a rank."""
-        table = []
-        for row in sorted(self.rows, key=lambda row: (Net.of(row).parameters, row["ranks"])):
-            passes = self.row("passes", Net.of(row), row["ranks"])
-            if row["mbit"] is not None or row["way"] == "passes" or passes is None:
-                continue
-            share = max(0.0, 1 - passes["seconds"] / row["seconds"])
-            table.append(
-                {"Parameters": f"{Net.of(row).parameters:,}",
-                 "Processes": row["ranks"], "Exchange": row["way"], "Seconds per step": f"{row['seconds']:.3f}",
-                 "shortest – longest": f"{row['low']:.3f} – {row['high']:.3f}", "n": row["n"],
-                 "Spent on it": f"{share:.0%}", "Peak, MB": f"{row['peak'] / 1e6:.0f}"}
-            )  # fmt: skip
-        return pd.DataFrame(table)
-
     def tabulate_limited(self) -> pd.DataFrame:
         """Make the table of limited steps, a line per link and net: the measured seconds, their ratio to the
         calculated ones, and n where it is small. Rates are those of a rank's own link, in each direction."""
@@ -461,23 +443,6 @@ class Links:
         ratios = [row["seconds"] / calculated for row, calculated in wanted if calculated]
         off = [ratio for ratio in ratios if abs(ratio - 1) > within]
         return len(ratios) - len(off), len(ratios), sum(ratio > 1 for ratio in off)
-
-    def compare_bytes_over_rate(self) -> tuple[float, float, int]:
-        """Compare what a limit added to a step with the bytes divided by the rate.
-
-        Returns the smallest and the largest ratio (nan if there is none), and the number of cases. Only
-        cases count in which the bytes take longer than a step without a limit.
-        """
-        ratios = []
-        for row in self.rows:
-            free = self.row(row["way"], Net.of(row), row["ranks"])
-            if row["mbit"] is None or row["way"] == "passes" or free is None:
-                continue
-            with_headers = calculate_wire(row["way"], Net.of(row), row["ranks"], row["mbit"])
-            wire = with_headers * _PAYLOAD / _FRAME
-            if wire > free["seconds"]:
-                ratios.append((row["seconds"] - free["seconds"]) / wire)
-        return min(ratios, default=math.nan), max(ratios, default=math.nan), len(ratios)
 
 
 if __name__ == "__main__":  # torchrun starts this module as each rank

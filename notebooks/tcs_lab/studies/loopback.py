@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import secrets
@@ -10,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -116,9 +114,9 @@ class Loopback:
                 process.wait(timeout=10)
         process.wait()
 
-    def node(self, partition: int, link_port: int | None = None) -> None:
-        """Start a SuperNode. `link_port` is the port of the SuperLink, if it is not the usual one."""
-        link = f"127.0.0.1:{link_port or self.port}"
+    def node(self, partition: int) -> None:
+        """Start a SuperNode."""
+        link = f"127.0.0.1:{self.port}"
         words = ["--insecure", "--superlink", link, "--port", str(free_port())]
         config = ["--node-config", f"partition-id={partition}"]
         self.start(f"node{partition}", "flower-supernode", *words, *config)
@@ -140,41 +138,3 @@ class Loopback:
             time.sleep(0.2)
         log = self.folder / "link.log"
         raise TimeoutError(f"no SuperLink listens on port {self.port} after 60 s; see {log}")
-
-
-class Relay:
-    """Passes bytes on to a port of this machine and back, and counts them as `up` and `down`."""
-
-    def __init__(self, port: int):
-        self.to_port, self.port, self.up, self.down = port, free_port(), 0, 0
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self._work, daemon=True)
-
-    def __enter__(self) -> Relay:
-        self.thread.start()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-
-    def _work(self) -> None:
-        self.loop.run_until_complete(asyncio.start_server(self._join, "127.0.0.1", self.port))
-        self.loop.run_forever()
-        for task in asyncio.all_tasks(self.loop):
-            task.cancel()
-        self.loop.run_until_complete(asyncio.sleep(0))
-
-    async def _join(self, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
-        far, onward = await asyncio.open_connection("127.0.0.1", self.to_port)
-        await asyncio.gather(self._pass(near, onward, "up"), self._pass(far, back, "down"))
-
-    async def _pass(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: str
-    ) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(1 << 16):
-                setattr(self, direction, getattr(self, direction) + len(data))
-                writer.write(data)
-                await writer.drain()
-        writer.close()

@@ -18,6 +18,11 @@ from tcs_core import (
     resnet18,
 )
 
+# The paper's federation and schedule (Sec. III).
+PAPER_CLIENTS = 10
+PAPER_EPOCHS = 300
+PAPER_STEPS = 78  # local steps per epoch: 50,000 images, 10 clients, batches of 64
+
 
 class PaperSize:
     """The messages of a round with 11.2 million parameters, without training them.
@@ -28,8 +33,7 @@ class PaperSize:
     on their distribution.
     """
 
-    def __init__(self, clients: int):
-        self.clients = clients
+    def __init__(self) -> None:
         with torch.device("meta"):
             self.layer_sizes = [p.numel() for p in resnet18().parameters()]
         self.dimension = sum(self.layer_sizes)
@@ -79,7 +83,7 @@ class PaperSize:
             return Downlink(known).own_positions(self.new_D)
         shared = len(known.shared_K)
         own = known.rule.k_local if known.own_count is None else known.own_count
-        k = min(self.clients * own, self.dimension - shared)
+        k = min(PAPER_CLIENTS * own, self.dimension - shared)
         return known.rule.own_mask(self.new_D, known.shared_D, k)
 
     def bits(
@@ -105,14 +109,14 @@ class PaperSize:
         early, first = (self.bits(name, one, direction) for one in made)
         return early, first - early
 
-    def whole_run(self, name: str, epochs: int, warmup: int, steps: int) -> dict[str, float]:
+    def whole_run(self, name: str, warmup: int) -> dict[str, float]:
         """Count the bits per parameter and local iteration of a whole training, "up" and "down".
 
-        `steps` local steps make an epoch. Where the server sends all entries that clients sent, it is
-        assumed that no two clients choose the same entry. So the result is an upper bound.
+        The first `warmup` epochs are the warm-up. Where the server sends all entries that clients sent,
+        it is assumed that no two clients choose the same entry. So the result is an upper bound.
         """
         local = Scheme.named(name).local_steps
-        rounds, warm = (steps // local * count for count in (epochs, warmup))
+        rounds, warm = (PAPER_STEPS // local * count for count in (PAPER_EPOCHS, warmup))
         total = {}
         for direction in ("up", "down"):
             early, once = self._warmup_bits(name, direction)

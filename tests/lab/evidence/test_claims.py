@@ -302,36 +302,6 @@ def test_without_a_scheme_there_is_no_row_of_unequal_clients_but_of_equal_ones()
     assert reasons == ["no records of FedAvg at 0.5", "", "no records of FedAvg at 0.5"]
 
 
-# Another reading ──────────────────────────────────────────────────────────────────────────────────
-
-
-GATES = [
-    lab.Gate(first=("FedAvg", 0.5), second=("Baseline", 0.1), at_least=-0.5, claims=["a", "b"]),
-    lab.Gate(first=("FedAvg-L4", 0.5), second=("Baseline", 0.1), at_least=-0.5, claims=["b"]),
-]
-
-
-def test_a_gate_that_fails_makes_its_claims_not_testable():
-    """FedAvg is 0.4 below the Baseline, FedAvg-L4 a point: b hangs on both, c on none."""
-    base = group("Baseline", 60, 70, 80, eta=0.1)
-    runs = [
-        *OURS,
-        *THEIRS,
-        *base,
-        *group("FedAvg", 59.6, 69.6, 79.6),
-        *group("FedAvg-L4", 59, 69, 79),
-    ]
-    read = claims(
-        a=TOP_K | {"at_least": -0.5}, b=TOP_K | {"more_than": 9}, c=TOP_K | {"at_least": 0}
-    )
-    records = files(*runs)
-    table = lab.judge_claims(read, records)
-    one, other = lab.apply_gates(read, records, table, GATES).itertuples()
-    assert (one.claim, one.without, one.gated, one.because) == ("a", "supported", "supported", "")
-    assert (other.claim, other.without, other.gated) == ("b", "contradicted", "not testable")
-    assert other.because.startswith("FedAvg-L4 − Baseline is −1.00 (")
-
-
 # A verdict and the bootstrap ──────────────────────────────────────────────────────────────────────
 
 

@@ -13,12 +13,11 @@ SWEEP = lab.ROOT / "params" / "sensitivity.yaml"
 TINY = {"dataset": "synthetic", "train_samples": 80, "test_samples": 20, "model": "resnet8", "width": 2,
         "clients": 2, "batch_size": 4, "epochs": 2, "reference_batch": None, "threads": 1, "profile": "ci"}  # fmt: skip
 SMALL = {
-    "margin": 0.5,
     "base": {"schemes": ["TCS-Q5"], "learning_rate": 0.1},
     "settings": {
         "phi_local": {"label": "own share", "values": [0.001, 0.01], "paper": 0.001},
         "value_bits": {"label": "bits", "named": {5: "TCS-Q5", 32: "TCS"}, "paper": 5},
-        "dirichlet_alpha": {"label": "skew", "values": {"IID": None, "1": 1}, "given": True},
+        "dirichlet_alpha": {"label": "skew", "values": {"IID": None, "1": 1}},
     },
 }
 SWEPT = lab.evidence.sensitivity.SensitivitySweep.model_validate(SMALL)
@@ -86,9 +85,7 @@ PHI, BITS = ("settings", "phi_local"), ("settings", "value_bits")
     ("text", "names"),
     [
         ("[]", "got list, allowed: a mapping"),
-        (changed("margins", to=1), "margins: got 1"),
-        (changed("margin", to=...), "margin: got"),
-        (changed("margin", to=-1), "margin: got -1"),
+        (changed("bases", to=1), "bases: got 1"),
         (changed("base", to=[]), "base: got []"),
         (changed("base", to={}), "schemes: got None"),
         (changed("base", "lr", to=1), "unknown parameter: lr"),
@@ -98,7 +95,6 @@ PHI, BITS = ("settings", "phi_local"), ("settings", "value_bits")
         (changed(*PHI, to=3), "phi_local: got 3"),
         (changed(*PHI, "label", to=...), "phi_local: label: got"),
         (changed(*PHI, "label", to=7), "label: got 7"),
-        (changed(*PHI, "given", to="x"), "given: got 'x'"),
         (changed(*PHI, "value", to=[1]), "phi_local: value: got [1]"),
         (changed(*PHI, "values", to=...), "of values and named"),
         (changed(*PHI, "named", to={5: "TCS-Q5"}), "of values and named"),

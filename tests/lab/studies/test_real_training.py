@@ -214,16 +214,6 @@ def test_seconds_on_a_link_by_hand():
     assert links.calculate_wire("plain", links.Net(100, 100), 2, None) == 0.0
 
 
-def test_what_a_link_adds_over_bytes_by_rate():
-    """Both ranks of a plain step hand 4.04 MB to a link of 1 MB/s: 8.08 s. At 100 MB/s they take
-    less than a step without a limit, so nothing can be read off that."""
-    case = {"layers": 100, "width": 100, "ranks": 2, "way": "plain"}
-    took = {None: 0.5, 8.0: 0.5 + 1.1 * 8.08, 800.0: 9.9}
-    read = links.Links([case | {"mbit": mbit, "seconds": s} for mbit, s in took.items()])
-    assert read.compare_bytes_over_rate() == (pytest.approx(1.1), pytest.approx(1.1), 1)
-    assert links.Links([]).compare_bytes_over_rate()[2] == 0
-
-
 def test_the_median_of_two_steps_lies_in_the_middle():
     row = {"layers": 1, "width": 9, "ranks": 2, "way": "plain", "mbit": 8.0, "n": 2, "seconds": 3.0}
     read = links.Links([row | {"low": 2.0, "high": 3.0}])
