@@ -51,7 +51,7 @@ torch.set_num_threads(1)
 # describes the results of the original values, so it may no longer fit. For example:
 #
 # - `local_steps = [1, 8]` should widen the gap between few and many local steps, because H = 8 leaves very few rounds.
-# - `epochs = 10` should raise the accuracy of every run. In our trial it did, but H = 4 did not come closer to H = 1.
+# - `epochs = 10` should raise the accuracy of every run. In our trial it did.
 
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 profile = "ci"  # folder under results/ for the figure
@@ -259,7 +259,7 @@ gain = {name: loss["nothing"] - found for name, found in loss.items()}
 # %% [markdown]
 # The epoch lowers the test loss, and the largest tenth of its difference is enough to do so. (It even lowers the loss more than the whole
 # difference. This is one training, so it may be chance.) The model of which only the largest tenth is left is worse than the model before
-# the epoch. This is why every method in this project that leaves entries out does so in Δθ.
+# the epoch. This is why the methods in this project leave entries out of Δθ, or of gradients, and never of the model.
 #
 # ## FedSGD is FedAvg at H = 1
 #
@@ -343,8 +343,8 @@ lab.show_figures()
 # same number of epochs. (This is one run for each H.) A possible reason is that a larger H leaves too few rounds in so short a training,
 # but ten epochs did not help in our trial. The paper trains for 300 epochs, and says that its own method, *time-correlated sparsification*
 # (TCS), loses no accuracy with H = 2 or H = 4. Notebook [13_evidence](13_evidence.ipynb) judges that claim. It also shows that four local
-# steps cost accuracy if everything is sent: see FedAvg-L4 − Baseline in its section *What the difference to centralized training is made
-# of*.
+# steps cost accuracy if everything is sent: see *FedAvg-L4 − Baseline* (FedAvg with four local steps, minus centralized training) in its
+# section *What the difference to centralized training is made of*.
 #
 # On this page the images are dealt out at random, so all clients have similar data. If each client had mainly images of some classes, its
 # local steps would lead its copy of the model towards these classes, which is called *client drift*, and the more local steps it takes, the

@@ -15,7 +15,7 @@
 # - say what top-K costs: it must send positions, and the server's message becomes large.
 #
 # **Claim (Sec. I-B, I-C and II-B, Fig. 2).** *Top-K* sends the K entries of largest magnitude, *rand-K* sends K entries drawn at random.
-# With the same number of entries, top-K keeps far more of an update, and error accumulation recovers what it leaves out. But top-K has two
+# With the same number of entries, top-K keeps far more of an update, and *error accumulation*, which keeps the rest for later rounds, recovers what it leaves out. But top-K has two
 # costs. If 1 % of the entries are sent, a position takes more bits than a quantized value does. And the clients' choices agree only in
 # part, so the message that the server sends back contains many more entries than a client's.
 #
@@ -127,9 +127,9 @@ print(f"D = {D:,} parameters; {phi:.1%} of them are K = {K} entries")
 # The sign ⊗ stands for multiplication entry by entry, and $\tilde{\Delta}$ is what is sent.
 #
 # With *top-K*, each client chooses its own K entries of largest magnitude. The mask of these entries is called $S_{top}(\Delta\theta, K)$.
-# The client must tell the server their positions. With *rand-K*, all clients draw the same K positions from a common seed, so no positions
-# need to be sent. The next figure is made like the paper's Fig. 2, from our own training. It shows both methods on the first entries of the
-# output layer, in the last round of the training without compression.
+# The client must tell the server their positions. With *rand-K*, all clients draw the same K positions, anew in every round, from a common
+# seed, so no positions need to be sent. The next figure is made like the paper's Fig. 2, from our own training. It shows both methods on the first 16 entries of
+# the output layer, with K = 2 so that something can be seen, in the last round of the training without compression.
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -300,8 +300,8 @@ print(
 
 # %% [markdown]
 # Another seed can change these accuracies by several more points. We made one run of each method. In these runs, top-K with error
-# accumulation ends close to the training that sends everything. Without error accumulation it ends lower. A likely reason is that small
-# entries are then never sent, although over many rounds they would add up to a large change. Rand-K is poor in both cases, and with error
+# accumulation ends close to the training that sends everything. Without error accumulation it ends lower, although it was ahead in some
+# earlier epochs. A likely reason is that small entries are then never sent, although over many rounds they would add up to a large change. Rand-K is poor in both cases, and with error
 # accumulation it is even worse. A likely reason is that rand-K sends an entry only once in 1/φ rounds on average. By then the accumulated
 # error is old, and it arrives all at once.
 #

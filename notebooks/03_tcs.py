@@ -269,7 +269,8 @@ for number in range(2, 8):
         print(f"round {number}, client {n}:  {letters(known.shared_K, message.positions)}")
 
 # %% [markdown]
-# In round 3, client 0 finds position 7 with its own mask, and from round 4 on this position is in the shared mask, so only its value is
+# In round 3, client 0 finds position 7 with its own mask. (Client 1 sends position 8, because two differences of 0.7 have added up there,
+# while it sent position 6 in round 2.) From round 4 on this position is in the shared mask, so only its value is
 # sent. Position 4 has left the shared mask, and in rounds 4 to 6 both clients send it with their own masks, because it is their largest
 # entry outside the shared mask. In round 7 they send position 6 instead, where small differences have added up, since what a client does
 # not send is not lost ([02_sparsification](02_sparsification.ipynb)).
@@ -357,8 +358,8 @@ claim("masks of consecutive dense updates overlap more than by chance within the
 # The line that begins with *supported* is a statement that the notebook checks on its own numbers.
 #
 # The next figure shows when positions are in the mask. Each row is one position, that is, one of the $D$ entries of the update, and each
-# column is one of the last rounds. The rows are a random sample of the positions that are in the mask in at least one of these rounds. A
-# cell is dark if the entry is among the $K_{global}$ largest of that round's update. In TCS, these entries are the shared mask of the next
+# column is one of the last rounds. The rows are a random sample of the positions that are in the mask in at least one of these rounds. They
+# are sorted by the first of these rounds, which makes the diagonal. A cell is dark if the entry is among the $K_{global}$ largest of that round's update. In TCS, these entries are the shared mask of the next
 # round.
 
 
@@ -507,7 +508,7 @@ for name in ("dense (FedAvg)", "no error accumulation", "TCS"):
 # *all* clients send their accumulated errors for this entry, which can keep it large for one more round. Then it has no accumulated errors
 # left, and drops out.
 #
-# To check this, we train with TCS once more, and ask in the second and the third epoch after the dense one how many of the explored entries
+# To check the first part of this explanation, why entries enter, we train with TCS once more, and ask in the second and the third epoch after the dense one how many of the explored entries
 # the clients would have chosen without accumulated errors, that is, if $S_{top}$ had looked only at the differences of the round. We compute
 # this fraction in every round, and a 95 % interval for its mean over the rounds. The statement that the cell prints is *supported* if the
 # whole interval lies below one half.
@@ -536,8 +537,8 @@ claim.judge(
 )
 
 # %% [markdown]
-# Entries that have been in the mask for longer have no accumulated error, because line 13 has set it to zero. Such an entry is soon
-# exceeded by others with large accumulated errors, and leaves the mask. So $m_{local}$ finds entries that are important *for the moment*.
+# We did not measure the rest: entries that have been in the mask for longer have no accumulated error, because line 13 has set it to
+# zero, so they are probably soon exceeded by others with large accumulated errors, and leave the mask. So $m_{local}$ finds entries that are important *for the moment*.
 
 # %% [markdown]
 # ## What we saw
@@ -552,11 +553,12 @@ controls = lab.control_answers(lab.ROOT / "params/controls_plan.yaml").set_index
 mechanism = controls.loc["mechanism"]  # TCS against the same scheme with a random shared mask
 answer.update(Markdown(f"""**In short.** Everybody has received the last update, so everybody can take the same mask from it: the positions of its largest entries.
 Clients send the values at these positions, and the positions themselves need not be sent. Each client also sends a few entries of its own
-choice, {k_local / k_global:.0%} as many. Only these need positions. So the server's message contains at most {bound / dimension:.0%} of all entries. If each client chose all of its
-entries alone, as in top-K, it would contain up to {largest["top-K"] / dimension:.0%}.
+choice, {k_local / k_global:.0%} as many. Only these need positions. The shared mask has {k_global / dimension:.0%} of all entries, and the {clients} clients together add at most
+{clients * k_local / dimension:.0%}. So the server's message contains at most {bound / dimension:.0%} of all entries. If each client chose all of its entries alone, as in
+top-K, it would contain up to {largest["top-K"] / dimension:.0%}.
 
 A mask from the last update should help if the same entries are large again in the next round. In dense training, which sends everything,
-{measured:.0%} of the largest entries are. By chance it would be {layers:.0%}, because the same layers have most of the large entries in every round. On
+{measured:.0%} of the largest entries are among the largest again in the next round. By chance it would be {layers:.0%}, because the same layers have most of the large entries in every round. On
 CIFAR-10, a shared mask that is drawn at random in every round did about as well as the mask from the last update. There, TCS ended
 {lab.format_estimate(mechanism)} percentage points above the same scheme with the random mask (95 % interval, n = {mechanism["n"]}; [13_evidence](13_evidence.ipynb), *Is it
 time correlation?*). What both have in common is that all clients share a mask, that each client adds entries of its own, and that

@@ -11,8 +11,8 @@
 #
 # **In short.** The server and all clients can keep the same momentum without sending it, so messages do not become longer. The
 # paper's rule for this contains misprints. Once they are corrected, it is exactly the rule of `torch.optim.SGD`, with compression and
-# without. With compression, more than half of an average step then comes from earlier rounds alone. This part of the step moves entries for
-# which nothing arrived in the current round. In our main comparison, momentum raised the accuracy of TCS, but it raised that of centralized
+# without. With compression, more than half of an average step moves entries for which nothing arrived in the current round. This part
+# comes from earlier rounds only. In our main comparison, momentum raised the accuracy of TCS, but it raised that of centralized
 # training more.
 #
 # After this notebook you will be able to
@@ -113,7 +113,7 @@ print(lab.forecast_trainings([config]))
 #
 # We depart from the box in one more point. In the box, the update of $w$ and θ is the first thing that happens in the next round, with the learning rate of that round. Here it is the last thing that happens in the round in which the gradients were computed, with the learning rate of this one. The two differ only where η changes.
 #
-# The client's part (lines 10 to 14) is that of Algorithm 2, with gradients instead of model differences. Masks and error accumulation work as before. The code below shows what a client passes to the compression, how the clients and the server exchange
+# The client's part (lines 10 to 14 of this box, 9 to 13 of Algorithm 2) is that of Algorithm 2, with gradients instead of model differences. Masks and error accumulation work as before. The code below shows what a client passes to the compression, how the clients and the server exchange
 # it, and the step that ends a round:
 
 # %%
@@ -239,9 +239,9 @@ axes.set(
 lab.show_figures()
 
 # %% [markdown]
-# In nearly every round, most of the step is memory: it moves entries that were not in the update. This has an advantage and a
-# price. An entry that was sent once keeps moving for about $1/(1-\beta)$ rounds, but its direction is that of the round in which it
-# was sent.
+# In nearly every round, most of the step is memory: it moves entries that were not in the update. The advantage may be that an
+# entry that was sent once keeps moving for about $1/(1-\beta)$ rounds. The price is that its direction is that of the round in which it
+# was sent. We did not measure either.
 #
 # ## Does it help?
 
@@ -251,11 +251,11 @@ if stored.exists():
     main = pd.read_csv(stored, index_col="claim")
     names = ["momentum", "momentum-baseline", "momentum-parity"]
     of_tcs, of_baseline, beside = (lab.format_estimate(main.loc[name]) for name in names)
-    parity = main.loc["momentum-parity"]
+    parity, without = main.loc["momentum-parity"], lab.format_estimate(main.loc["parity"])
     theirs = lab.format_estimate(parity, "paper", "paper_low", "paper_high")
     display(Markdown(f"""In our main comparison ([13_evidence](13_evidence.ipynb)), global momentum changed the test accuracy of TCS by {of_tcs} percentage points.
 (The brackets have 95 % intervals, and each kind of training was run {parity["n"]} times.) Momentum changed the accuracy of centralized training, which the paper calls the *Baseline*,
-by {of_baseline}. So the accuracy of TCS with global momentum differs from that of the Baseline with momentum by {beside} points. In the paper, this difference is {theirs}."""))  # fmt: skip
+by {of_baseline}. Without momentum, TCS differed from the Baseline by {without}; with momentum in both, it differed by {beside} points. In the paper, the difference with momentum is {theirs}."""))  # fmt: skip
 else:
     display(Markdown("The accuracies would be read from `results/evidence/claims.csv`, which is not here."))  # fmt: skip
 

@@ -16,7 +16,8 @@
 # those of the known methods.
 #
 # We try three ideas: a shared mask that follows a running average of the updates, clients that send every entry that stands out, and a rule
-# that cheats, because it uses information that the server does not have. The section *Reference* at the end has all rules and suffixes.
+# that cheats, because it uses information that the server does not have. The section *Reference* at the end says what a rule
+# must and must not do, and lists all suffixes.
 #
 # *Run time*: about 30 s on two cores of a Xeon, and about 10 s when the records exist already. *Read before*: [03_tcs](03_tcs.ipynb).
 #
@@ -183,11 +184,11 @@ if not len(mine):
 # | :--- | :--- | :--- |
 # | a rule: a class derived from `tcs.MaskRule` or `tcs.TCS`, and registered under a name | you want to choose *which entries* are sent | [mask_rule.py](examples/mask_rule.py) |
 # | a client and a server: a rule whose attributes `client_type` and `server_type` are classes derived from `tcs.Client` and `tcs.Server` | you want to change what a client keeps for later rounds, or how the server averages | [client_and_server.py](examples/client_and_server.py) |
-# | a class with `compress` and `decompress` | you compress one tensor at a time, for example by a low rank, or have a method in the form of the benchmark GRACE | [per_tensor.py](examples/per_tensor.py) |
+# | a class with `compress` and `decompress` | you compress one tensor at a time, for example by a low rank, or have a method in the form of the benchmark [GRACE](https://github.com/sands-lab/grace) | [per_tensor.py](examples/per_tensor.py) |
 #
 # A class of the third form needs nothing from this package. `compress` returns the tensors to be sent, and a context with whatever else
 # `decompress` needs. If the context is None, `decompress` gets the name, shape and type of the parameter, which both sides know. This
-# example sends the largest entries of each parameter in half precision:
+# example sends the largest entries of each parameter in half precision (its file also imports `math` and `torch`):
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 source = (lab.ROOT / "notebooks/examples/per_tensor.py").read_text(encoding="utf-8")
@@ -373,6 +374,10 @@ for name in ("TCS", "TCS-Average"):
 # ## Reference
 #
 # ### A rule
+#
+# `own_count(shared)` returns how many entries a client adds to the shared mask, or None if clients choose the number themselves.
+# `own_mask(intended_D, shared_D, k)` chooses these entries. `intended_D` (D,) is the client's update plus what it has not sent yet,
+# `shared_D` (D,) is the shared mask as booleans, and `k` is the number from `own_count`.
 #
 # - **Use no hidden information.** The shared mask may depend on the updates, the model, a seed and the number of the round, but not on
 #   anything that a client keeps to itself. The function `follow` of this notebook tests the shared mask, and so does `tcs compare`.

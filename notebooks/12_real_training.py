@@ -116,8 +116,8 @@ start = (
     "entries (*top-K*). With *TCS*, all processes also share a *mask*, a set of positions. In the name TCS 1 and 0.5 %, 1 % of the entries are on "
     "the shared mask, and each process chooses another 0.5 %. With two processes and 10 million parameters, the hook makes steps much shorter on "
     "links of up to 1,000 Mbit/s. So does PowerSGD. In a GPT of 1.1 million parameters, the hook and PowerSGD cost about the same loss. With 10 million parameters, PowerSGD has the shortest steps at 10 Mbit/s, and the hook at 200 and 1,000 Mbit/s. "
-    "At 10,000 Mbit/s, bf16 is faster than both, and the hook gains too little to be worth its loss. With eight or more processes, PowerSGD is the better choice on links "
-    "of up to 200 Mbit/s. With eight processes, the hook "
+    "At 10,000 Mbit/s, bf16 is faster than both, and the hook gains too little to be worth its loss. With eight processes, PowerSGD is the better choice on links "
+    "of up to 200 Mbit/s, and with sixteen on links of up to 1,000 Mbit/s. With eight processes, the hook "
     "has a loss as low as PowerSGD only with a larger shared mask (2 %) or with none (top-K). The times for two processes were measured on CPUs, and those for more processes are calculated from them. On GPUs, the order may be another one."
 )
 display(Markdown("\n".join([start, "", lab.markdown(pd.DataFrame(lines))])))
@@ -209,7 +209,7 @@ lab.show_code(tcs.tcs_hook)
 # %% [markdown]
 # ## The same training, without the hook and with it
 #
-# The script in the next cell trains the ResNet-8 from the same start twice, first without the hook and then with it. The training is short,
+# The script in the next, folded cell (not the script to copy) trains the ResNet-8 from the same start twice, first without the hook and then with it. The training is short,
 # so it has larger masks than the default of the hook: 5 % shared and 1 % own entries, after 10 dense steps. The default is 1 % and 0.5 %.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]

@@ -629,7 +629,12 @@ if told["n"].any():
 else:
     display(
         Markdown(
-            f"{source} predicts how far {methods} end from the Baseline after the paper's 300 epochs. It was written on {told['date'].max()}, "
+            f"{source} predicts how far {methods} end from the Baseline after the paper's 300 epochs: "
+            + ", ".join(
+                f"{row['scheme']} by {lab.format_interval(row['points'], row['low'], row['high'], '{:+.1f}')} points"
+                for row in told[told["made_by"] == told["made_by"].iloc[0]].to_dict("records")
+            )
+            + f" (intervals of 90 %). It was written on {told['date'].max()}, "
             "when the runs of 60 epochs above were known. There is no run of 300 epochs yet, so nothing can be compared with it."
         )
     )

@@ -15,10 +15,15 @@
 #
 # *Run time*: about a minute on two cores of an AMD EPYC. *Read before*: [03_tcs](03_tcs.ipynb).
 #
+# The megabytes in the picture are those of all clients and the server. Its right half leaves out the dense rounds at the start, which are
+# the same for every scheme. All schemes have the same learning rate here. Before you choose one, try several rates for each of them,
+# because the best one differs.
+#
 # *How to use it*: the grey bars are folded code cells; click one to open it. The second one holds the parameters. Change them there and run
 # all cells again. For example, `rounds = 200` should make the saving much smaller, because the 40 dense rounds of the warm-up are then a
 # fifth of the training. `schemes = ["FedAvg", "TCS", "TCS-NW"]` compares TCS with and without a warm-up. Without it, TCS should send
-# several times fewer bytes and reach about the same loss. With `seed = 1`, the data are different. All losses should change, and the
+# several times fewer bytes and reach about the same loss. `schemes` also takes the names in
+# [17_rivals](17_rivals.ipynb), such as `"STC"` and `"top-K-K4"`. With `seed = 1`, the data are different. All losses should change, and the
 # numbers of bytes should stay almost the same.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -71,7 +76,7 @@ if warmup >= rounds:
 # parameters. The example here is a made-up regression. Its model has batch norm, dropout and a frozen layer, and the clients have different
 # data and different amounts of it.
 #
-# To use your own data and model, replace the next two cells and keep the names that they define: `own`, `counts`, `test`, `model_of()` and
+# To use your own data and model, set `clients` to your number of clients, replace the next two cells, and keep the names that they define: `own`, `counts`, `test`, `model_of()` and
 # `loss`. The end of the notebook checks some statements about the results. With unchanged parameters, a statement that does not hold stops
 # the notebook, and with your data, some may not hold. So please change one of the parameters as well, for example `seed`. Such a statement
 # is then only reported.
@@ -300,7 +305,8 @@ print(f"With AdamW, {with_adamw}.")
 
 # %% [markdown]
 # So the saving depends on the optimizer, too. A possible reason is that the steps of AdamW have about the same size in all entries. The few
-# entries that are sent then make up a smaller part of the update than with SGD.
+# entries that are sent then make up a smaller part of the update than with SGD. But the difference may also come from the learning rate,
+# which was not tuned for either.
 #
 # ## The module is still yours
 #
@@ -316,7 +322,8 @@ again.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
 with torch.no_grad():
     reloaded = loss(again.eval(), test).item()
 torch.manual_seed(seed)
-untouched = torch.equal(federation.model[0].weight, model_of()[0].weight)
+pairs = zip(federation.model.parameters(), model_of().parameters(), strict=True)
+untouched = all(torch.equal(p, first) for p, first in pairs if not p.requires_grad)
 modes = all(part.training for part in federation.model.modules())
 print(
     f"The test loss of {adaptive[-1]} with AdamW is {tested(federation):.4f}; after saving and loading it is {reloaded:.4f}."

@@ -746,6 +746,7 @@ def ddp_numbers() -> dict[str, Any]:
         "steps": f"{million.stage.steps:,}", "n": len(million.stage.seeds),
         "eight_default": nats(stage("eight").compare({with_adamw(HOOK): 1.0, power: -1.0})),
         "split": nats(cost_of_the_papers_split(), "{:.3f}"),
+        "beside_top_k": nats(beside_top_k()),
         "best_rates": best_rates(million),
         "dense_start": million.stage.dense_steps,
         "start_minutes": million.stage.dense_steps * measured.seconds("plain", LARGE_NET, 2, 200)[0] / 60,
@@ -770,6 +771,8 @@ def check_words_on_ddp() -> None:
     # with two processes, the hook and PowerSGD lose the same
     equal = million.compare({hook: 1.0, power: -1.0})
     assert -million.as_good < equal.low < 0 < equal.high < million.as_good
+    # with two processes, top-K: "about the same"
+    assert beside_top_k().low < 0 < beside_top_k().high
     # "With eight processes, share 2 %"
     shared = eight.compare({two: 1.0, power: -1.0})
     assert shared.high <= eight.as_good < eight.compare({hook: 1.0, power: -1.0}).high
@@ -808,6 +811,11 @@ def cost_of_the_papers_split() -> Any:
     """Estimate the loss with 0.1 % own entries minus that of top-K with 0.5 %, in the smaller GPT."""
     few, papers = with_adamw("top-K 0.5 %"), with_adamw("TCS 1 and 0.1 %")
     return stage("small").compare({papers: 1.0, few: -1.0})
+
+
+def beside_top_k() -> Any:
+    """Estimate the loss of the hook's default minus that of top-K with as many bytes, of two processes."""
+    return stage("million").compare({with_adamw(HOOK): 1.0, with_adamw("top-K 1 %"): -1.0})
 
 
 def nats(found: Any, form: str = "{:+.3f}") -> str:

@@ -43,6 +43,6 @@ def job(config) -> FederatedJob:
     def done(net, rows):  # on the server, after the last round
         folder = Path(config["tcs-folder"])
         torch.save(nn.utils.parameters_to_vector(net.parameters()).detach(), folder / "theta.pt")
-        (folder / "rows.json").write_text(json.dumps(rows))
+        (folder / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
 
     return FederatedJob(model=model, train=train, done=done, **SETTINGS)

@@ -51,7 +51,7 @@ def rows_table(
 def describe_rows(table: pd.DataFrame, confidence: float) -> str:
     """Return the caption of a table of points."""
     said = [
-        f"Accuracy is the mean over n seeds ± half of its {confidence:.0%} interval, which allows for chance in the seeds and in the choice "
+        f"Rate is the learning rate. Accuracy is the mean over n seeds ± half of its {confidence:.0%} interval, which allows for chance in the seeds and in the choice "
         "of test images. MB are those of one client's messages in the whole training, the dense start included. "
         "The time of a round is computing time, divided by that of TCS. (The two took turns on the same machine. TCS was measured beside itself, which shows how far such a number can be off.) A dash means that a method has no dense start, or that its time was not measured."
     ]
