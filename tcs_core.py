@@ -3715,15 +3715,13 @@ class Federation:
         cannot be used. After that, a round can fail, for instance if a gradient is NaN
         (NotFiniteError), a feed ends (ValueError) or the user presses Ctrl-C. The exception is
         passed on, with a note that names the round and the client. No client's message counts:
-        theta, momentum, running statistics and masks stay the same, and errors keep the differences
-        of the clients that had sent. So the next round sends these on top of its own differences,
-        and its update can be about twice as large as usual. (If you do not want this, load a state
-        that was saved before.) `t`, the feed and local optimizers have advanced. The local
-        optimizer of a client whose difference was not finite is replaced by a new one.
+        theta, momentum, running statistics and masks stay the same. Errors keep the differences of
+        the clients that had sent, so the next update can be about twice as large as usual. `t`, the
+        feed and local optimizers have advanced. The local optimizer of a client whose difference
+        was not finite is replaced by a new one.
 
-        If an exception comes at the end of the round, while theta is updated, the round is half
-        done. After that, `round`, `evaluated`, `averaged_state_dict` and `state_dict` raise
-        ValueError until a state is loaded.
+        If an exception comes at the end of the round, while theta is updated, `round`, `evaluated`,
+        `averaged_state_dict` and `state_dict` raise ValueError until a state is loaded.
         """
         chosen = self.compressor.check_clients(clients)
         self._check_usable("round")
