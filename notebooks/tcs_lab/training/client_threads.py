@@ -76,9 +76,8 @@ class ClientThreads(LocalTrainer):
                 "local_optimizer: got one, allowed: none with ClientThreads; use LocalTrainer"
             )
         threads = torch.get_num_threads()
-        trainers = [copy_trainer(self) for _ in range(threads + 1)]  # one may wait to be compressed
-        # the very first pass runs alone
-        self.free, self.later = trainers[:1], trainers[1:]
+        # one more than threads, since a difference may wait to be compressed
+        self.free = [copy_trainer(self) for _ in range(threads + 1)]
         self.waiting = deque[int]()
         self.training: dict[int, tuple[LocalTrainer, Future[Tensor]]] = {}
         # the threads end with this object
@@ -112,8 +111,7 @@ class ClientThreads(LocalTrainer):
         gradient_D = task.result()
         del self.training[n]
         # used at the next call, after this difference is compressed
-        self.free += [trainer, *self.later]
-        self.later.clear()
+        self.free.append(trainer)
         return gradient_D
 
     def _start(self, n: int, t: int | Tensor, eta: float | Tensor) -> None:
