@@ -35,7 +35,8 @@ def judge_claims(read: Claims, records: Mapping[str, Record]) -> pd.DataFrame:
     half_seeds and half_images its two parts (they add up by their squares), `bootstrap` that of the
     bootstrap beside it; p is two-sided, of the difference from the bound, `holm` the same corrected
     for the main claims. `kept` says of a claim by construction whether it keeps its bound. Where
-    there is no verdict, `reason` says why. first_records and second_records name the files.
+    there is no verdict, `reason` says why. first_records and second_records name the files. Numbers
+    have ten significant digits: further ones depend on the processor.
     """
     runs = RunsByScheme(records)
     model = fit_model(runs)
@@ -51,7 +52,9 @@ def judge_claims(read: Claims, records: Mapping[str, Record]) -> pd.DataFrame:
         rows.append(row | ours | _name_files(claim, runs, ours["n"]))
     table = pd.DataFrame(rows)
     main = table[table["main"]].set_index("claim")["p"].to_dict()
-    return table.assign(holm=table["claim"].map(holm(main)).astype(float))
+    table["holm"] = table["claim"].map(holm(main)).astype(float)
+    numbers = table.select_dtypes("float")
+    return table.assign(**numbers.map(lambda number: float(f"{number:.10g}")))
 
 
 def _claim_row(claim: Claim) -> dict[str, Any]:
