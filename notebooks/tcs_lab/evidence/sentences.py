@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, FiniteFloat, model_validator
 from tcs_lab.evidence.claims import Claim, Claims, SchemeAtRate
 from tcs_lab.evidence.judging import (
     BY_CONSTRUCTION,
+    SUPPORTED,
     differing_bootstrap_verdict,
     format_estimate,
     judge_claims,
@@ -49,6 +50,7 @@ class Sentence(BaseModel, extra="forbid"):
     judged: list[ExtraDifference] = []
     statements: dict[str, list[str]] = {}
     word: Literal["by construction", "contradicted", "out of scope", "open"] | None = None
+    untested: str = ""
     because: str = ""
     shown: list[str]
 
@@ -62,6 +64,10 @@ class Sentence(BaseModel, extra="forbid"):
             )
         if self.word not in (None, BY_CONSTRUCTION) and not self.because:
             raise ValueError(f"because: missing, allowed: the reason why it is {self.word}")
+        if self.word and self.untested:
+            raise ValueError(
+                f"untested: got {self.untested!r}, allowed: only beside measured parts"
+            )
         if self.word != OUT_OF_SCOPE and not self.shown:
             raise ValueError("shown: got none, allowed: one or more notebooks that show it")
         return self
@@ -107,8 +113,9 @@ def sentences_table(
     """Make a table with a row for each sentence: `where`, `says`, `verdict`, `because`, `shown` (a list).
 
     `claims` is what `judge_claims` gives for the claims `read` and the `records`. Verdicts on statements
-    of notebooks are those that the notebooks have written (tcs_lab/tables/verdicts.py). `because` also
-    has what was measured, claim by claim, and names the differences for which the bootstrap's interval
+    of notebooks are those that the notebooks have written (tcs_lab/tables/verdicts.py). "supported"
+    becomes "supported in part" if a part of the sentence was not tested. `because` also has what was
+    measured, claim by claim, what was not tested, and the differences for which the bootstrap's interval
     gives another verdict.
     """
     sentences = list(sentences)
@@ -129,9 +136,13 @@ def sentences_table(
         shown = parts if differ else parts[: len(names)]  # statements have no numbers
         said = [f"{what} ({word})" if differ else what for what, word in shown if what]
         measured = f"{'. '.join(one[0].upper() + one[1:] for one in said)}." if said else ""
-        because = " ".join(filter(None, [measured, s.because, *map(_flag, asked)]))
-        rows.append({"where": s.where, "says": s.says, "verdict": s.word or combine_verdicts(words),
-                     "because": because, "shown": s.shown})  # fmt: skip
+        untested = f"Not tested: {s.untested}." if s.untested else ""
+        because = " ".join(filter(None, [measured, untested, s.because, *map(_flag, asked)]))
+        verdict = s.word or combine_verdicts(words)
+        if untested and verdict == SUPPORTED:
+            verdict = f"{SUPPORTED} in part"
+        rows.append({"where": s.where, "says": s.says, "verdict": verdict, "because": because,
+                     "shown": s.shown})  # fmt: skip
     return pd.DataFrame(rows)
 
 

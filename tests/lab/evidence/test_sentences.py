@@ -115,10 +115,19 @@ def test_a_verdict_that_the_bootstrap_does_not_share_is_named_beside_it():
     for bootstrap, is_named in ((0.6, True), (0.4, False)):
         table = pd.DataFrame([weak | {"bootstrap": bootstrap}])
         (row,) = lab.sentences_table([sentence], table, CLAIMS, {}).to_dict("records")
-        assert row["verdict"] == "supported"
+        assert row["verdict"] == "supported in part"
         measured, note = row["because"].split(sentence.because)
-        assert measured == "A − B: 0.00 (−0.30 to +0.30) points. "
+        assert measured == "A − B: 0.00 (−0.30 to +0.30) points. Not tested: speech. "
         assert ("A − B" in note and "open" in note) if is_named else not note
+
+
+def test_only_what_is_supported_is_so_in_part():
+    (sentence,) = [s for s in SENTENCES if s.untested and s.claims == ["q5"]]
+    for word in ("contradicted", "open", "not measured"):
+        (row,) = lab.sentences_table([sentence], judged_as({"q5": word}), CLAIMS, {}).to_dict(
+            "records"
+        )
+        assert row["verdict"] == word and "Not tested: speech." in row["because"]
 
 
 def test_each_of_several_verdicts_stands_beside_its_number():
@@ -137,11 +146,13 @@ def test_each_of_several_verdicts_stands_beside_its_number():
 
 
 def test_what_a_notebook_has_found_is_the_verdict(tmp_path, monkeypatch):
-    sentence = next(s for s in SENTENCES if "13_evidence" in s.statements and not s.claims)
-    (text,) = sentence.statements["13_evidence"]
+    sentence = next(
+        s for s in SENTENCES if len(s.statements.get("03_tcs", [])) == 1 and not s.claims
+    )
+    (text,) = sentence.statements["03_tcs"]
     monkeypatch.setattr(lab.tables.verdicts, "VERDICTS_FOLDER", tmp_path)
     for word in ("supported", "contradicted"):
-        lab.tables.verdicts.write_verdicts("13_evidence", {}, {text: word})
+        lab.tables.verdicts.write_verdicts("03_tcs", {}, {text: word})
         table = lab.sentences_table([sentence], judged_as({}), CLAIMS, {})
         assert table["verdict"].tolist() == [word]
 
@@ -164,6 +175,7 @@ def test_comparisons_beside_the_claims_are_none_of_them():
         ({"word": "contradicted"}, "because: missing.* contradicted"),
         ({"word": "by construction", "shown": []}, "shown: got none"),
         ({"claims": ["parity"], "judge": 1}, "judge: got 1"),
+        ({"word": "open", "because": "so", "untested": "speech"}, "untested: got 'speech'"),
     ],
 )
 def test_a_sentence_without_a_verdict_of_its_kind_is_refused(tmp_path, changes, says):
