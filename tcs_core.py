@@ -21,7 +21,8 @@ Contents, with the main names of each section
     4 quantizers       scaled_sign, fractional_quantize, fractional_dequantize
     5 messages         Message, encode_message, decode_message, message_bits, bit_budget
     6 Alg. 2           MaskRule, TCS, Known, Client, Server, Link, Compressor
-    7 the federation   Federation, LocalTrainer, Phase, Feed, layer_sizes (Alg. 1, 3)
+    7 the federation   Federation, LocalTrainer, Phase, Feed, layer_sizes, parameters_to_vector
+                       (Alg. 1, 3)
     8 models           resnet18, build_model
     9 a hook for DDP   TCSState, tcs_hook
    10 states           check_same_state; errors for names that were removed
@@ -117,9 +118,10 @@ __all__ = [  # noqa: RUF022
     "bit_budget", "block_for", "build_model", "cross_entropy", "decode_message", "decode_positions",
     "encode_message", "encode_positions", "estimate_floor", "fractional_dequantize",
     "fractional_quantize", "kept", "layer_sizes", "layerwise_top_k_positions", "layout_of",
-    "mask_to_positions", "message_bits", "positions_to_mask", "random_positions",
+    "mask_to_positions", "message_bits", "parameters_to_vector", "positions_to_mask",
+    "random_positions",
     "register_quantizer", "register_scheme", "register_suffix", "resnet18", "scaled_sign",
-    "tcs_hook", "top_k_mask", "top_k_positions", "unchanged",
+    "tcs_hook", "top_k_mask", "top_k_positions", "unchanged", "vector_to_parameters",
 ]  # fmt: skip
 
 # ══ 1. Schemes: what a client sends in one round, by name and by field ════════════════════════════
@@ -424,7 +426,8 @@ def _split_name(name: str) -> tuple[str, list[str]]:
 
 def _known_schemes() -> str:
     suffixes = ", ".join(suffix.form for suffix in SUFFIXES)
-    return f"known: {', '.join(FAMILIES)}, with {suffixes} where it makes sense (TCS-L4-Q5)"
+    more = "" if SHARED_FROM else "; import tcs_lab.schemes adds others, such as STC and DGC"
+    return f"known: {', '.join(FAMILIES)}, with {suffixes} where it makes sense (TCS-L4-Q5){more}"
 
 
 class Suffix(NamedTuple):
@@ -494,8 +497,11 @@ def _check_phis(family: str, changes: dict[str, Any]) -> None:
     for key in ("phi_global", "phi_local"):
         settled = key in fields and (fields["rule"] == "dense" or fields[key] is None)
         if settled and changes.get(key, fields[key]) != fields[key]:
-            usual = fields[key]
-            _refuse(f"{family}: {key}", changes[key], f"{usual}: another has no meaning there")
+            allowed = f"{fields[key]}: another has no meaning there"
+            other = "phi_local" if key == "phi_global" else "phi_global"
+            if fields["rule"] != "dense":
+                allowed += f" (set {other})"
+            _refuse(f"{family}: {key}", changes[key], allowed)
 
 
 def _spelling(part: str, suffix: Suffix, fields: dict[str, Any]) -> str:
@@ -1598,13 +1604,12 @@ def decode_message(
     and a small multiple of the number of shared positions. Raises ValueError for anything that is
     not a valid message.
     """
-    kind, who, when, own = _check_header(data, wire.tag ^ mask_tag)
+    kind, who, when, own = _check_header(data, wire.tag ^ mask_tag, round)
     dense = shared_K is None
     _expect("dense", kind == _DENSE, dense)
     if kind > _PLAIN:
         raise ValueError(f"message: kind: got {kind}, allowed: 0 to {_PLAIN}")
     _expect("sender", who, sender)
-    _expect("round", when, round)
     _expect("own positions", own, 0 if dense else count)
     code = memoryview(data)[_HEADER.size : -_CHECKSUM.size]
     if shared_K is None:
@@ -1624,7 +1629,7 @@ def decode_message(
     return message
 
 
-def _check_header(data: bytes, wanted: int) -> tuple[int, int, int, int]:
+def _check_header(data: bytes, wanted: int, round: int | None) -> tuple[int, int, int, int]:
     has_bytes = isinstance(data, bytes | bytearray | memoryview)
     has_bytes = has_bytes and getattr(data, "c_contiguous", True)
     if not has_bytes or len(data) < OVERHEAD_BYTES:
@@ -1635,6 +1640,9 @@ def _check_header(data: bytes, wanted: int) -> tuple[int, int, int, int]:
         raise ValueError("message: wrong checksum: these bytes are not as they were sent")
     version, kind, who, when, tag, own = _HEADER.unpack_from(data)
     _expect("version", version, MESSAGE_VERSION)
+    if round is not None and when != round:  # before the tag, since another round has another mask
+        way = "a client that has missed rounds loads Known.state_dict() and theta of the server"
+        raise ValueError(f"message: round: got {when}, allowed: {round} ({way})")
     if tag != wanted:
         other = "another scheme, shared mask or order in memory, or other layers"
         raise ValueError(f"message: tag: got {tag:08x}, allowed: {wanted:08x} ({other})")
@@ -2510,7 +2518,9 @@ class InFlight(NamedTuple):
 class Client:
     """A client of the paper's Algorithm 2. "Line" in its methods means a line of this algorithm.
 
-    `known` is the `Known` of this process, and `number` the client's number, 0 to 65,534.
+    `known` is the `Known` of this process, and `number` the client's number, 0 to 65,534. If the
+    scheme has clients of a class of its own (`known.rule.client_type` is not None), make objects of
+    that class instead; this class refuses such a scheme.
 
     `errors_D` (D,) float32, on the device of `known`, is what the server has not received yet. If
     none are given, it begins as zeros, or is None if the scheme keeps no errors. Its unit is that
@@ -2531,6 +2541,7 @@ class Client:
 
     def __init__(self, known: Known, number: int = 0, errors_D: Tensor | None = None):
         self.known = _check_known(known)
+        _check_type(known, type(self), Client, "client_type")
         self.number = _check_whole("number", number, 0, SERVER - 1)
         if errors_D is not None:
             like = torch.empty(1, dtype=torch.float32, device="cpu").expand(known.dimension)
@@ -2870,6 +2881,9 @@ class Server:
     divided by the sum of the weights of those clients that were heard, that is, whose messages were
     added. Without weights, all clients count equally. `heard` lists these clients in an open round.
 
+    If the scheme has a server of a class of its own (`known.rule.server_type` is not None), make an
+    object of that class instead; this class refuses such a scheme.
+
     The server's messages are compressed if the scheme's field `phi_down` is not None or its
     `down_value_bits` is not 32. Then `downlink` is an object of the class Downlink, a kind of
     `Client` that sends the updates and keeps their errors. Otherwise `downlink` is None.
@@ -2877,6 +2891,7 @@ class Server:
 
     def __init__(self, known: Known, weights: Iterable[float] | None = None):
         self.known = _check_known(known)
+        _check_type(known, type(self), Server, "server_type")
         self.weights = _check_weights(weights)
         self.downlink = Downlink(known) if known.scheme.compresses_downlink else None
         self.explored_D = torch.zeros(known.dimension, dtype=torch.bool, device=known.device)
@@ -3517,6 +3532,14 @@ def _check_known(value: Any) -> Known:
     return value
 
 
+def _check_type(known: Known, made: type, plain: type, key: str) -> None:
+    """Raise ValueError for a plain client or server of a scheme that has its own class for it."""
+    wanted = getattr(known.rule, key)
+    if made is plain and wanted is not None and not issubclass(plain, wanted):
+        got = f"got a {plain.__name__}, allowed: a {wanted.__name__}"
+        raise ValueError(f"{known.scheme.name}: {got} (make it by known.rule.{key}(known, ...))")
+
+
 def _check_weights(
     weights: Iterable[float] | None, clients: int | None = None
 ) -> list[float] | None:
@@ -3586,12 +3609,13 @@ class Federation:
 
     Arguments
 
-    - `model`: any module with float32 parameters. After every round its parameters are theta. Its
-      modes (train or eval) and gradients are restored after every round. If you load other weights
-      or running statistics into it between two rounds, training continues from these. If you change
-      which parameters are trained, the next round raises a ValueError that names the parameter:
-      make a new Federation of the module. A forward pass may also change other state of the module,
-      such as a teacher model or the vectors of nn.utils.spectral_norm. All clients share it: each
+    - `model`: any module with float32 parameters. It is trained itself, not a copy of it: for
+      another training, make a new one. After every round its parameters are theta. Its modes (train
+      or eval) and gradients are restored after every round. If you load other weights or running
+      statistics into it between two rounds, training continues from these. If you change which
+      parameters are trained, the next round raises a ValueError that names the parameter: make a
+      new Federation of the module. A forward pass may also change other state of the module, such
+      as a teacher model or the vectors of nn.utils.spectral_norm. All clients share it: each
       continues from what the client before it has left. It is not averaged, and it is not restored
       after a failed round. With plain SGD, a forward pass must not change the parameters
       themselves. If it does, the round fails; but a change of `p.data` is not noticed and is lost.
@@ -3609,7 +3633,9 @@ class Federation:
     - `local_optimizer`: a function from parameters to an optimizer, for local steps other than
       plain SGD. It is called once for each client. With a schedule, the schedule sets the
       optimizer's learning rate. Then give the optimizer no rate, or the one with which the schedule
-      begins. To clip gradients, let this function call the optimizer's `register_step_pre_hook`.
+      begins. (Another one is refused, unless it is the default of the optimizer's class, which
+      cannot be told from none.) To clip gradients, let this function call the optimizer's
+      `register_step_pre_hook`.
     - `server_optimizer`: a function from parameters to an optimizer, for the server's step. The
       optimizer sees minus the average update as the gradient.
     - `weights`: the clients' weights in the average (see `Server`), also in the average of running
@@ -3750,6 +3776,10 @@ class Federation:
             if "more than 1 value per channel" in str(error):  # torch's message for a batch norm
                 error.add_note(
                     "a batch of one sample: DataLoader(drop_last=True) leaves out such a rest"
+                )
+            if isinstance(error, TypeError):
+                error.add_note(
+                    "the loss is called as loss(model, batch) with the batches of `feed`"
                 )
             if not self.is_whole:
                 error.add_note(f"round {t} is half done: load a state, or make a new Federation")
@@ -3920,7 +3950,10 @@ class Federation:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state into this object and the module, and continue where it was saved.
 
-        Raises ValueError, with nothing changed, for a state of another scheme, seed or model.
+        Raises ValueError, with nothing changed, for a state of another scheme, seed, model or
+        number of clients, and for one with other kinds of optimizers. The other arguments (`loss`,
+        `schedule`, `weight_decay`, `weights`, `link`, the batches themselves) are not part of a
+        state: give the same ones again.
         """
         self._check_not_shown("load_state_dict")
         self.flat.check_unchanged()
@@ -3963,6 +3996,7 @@ class Federation:
         if "layers" in state:
             self._check_layers(state["layers"])
         check_same_scheme("state: scheme", state["scheme"], self.scheme)
+        self.compressor.check_state(state["compressor"])  # first, as it compares numbers of clients
         for key, like in tensors.items():
             check_same_state(f"state: {key}", state[key], like)
         _check_whole("state: t", state["t"], 0, 2**63 - 1)
@@ -3972,7 +4006,6 @@ class Federation:
             _refuse("state: active", active, f"a list of clients, 0 to {self.clients - 1}")
         if hasattr(self.feed, "check_state"):
             self.feed.check_state(state["feed"])
-        self.compressor.check_state(state["compressor"])
         server = self.server_optimizer
         if (state["server_optimizer"] is not None) != (server is not None):
             got, allowed = ("one", "none") if server is None else ("none", "one")
@@ -4448,6 +4481,32 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def layer_sizes(model: nn.Module) -> list[int]:
     """Return the numbers of entries of the parameters that are trained."""
     return [p.numel() for p in trained_parameters(model).values()]
+
+
+def parameters_to_vector(model: nn.Module) -> Tensor:
+    """Return a copy of the parameters that are trained as one vector (D,) float32.
+
+    They stand there in the order of `Federation.theta_D` and of `layer_sizes`, each as it lies in
+    memory. (The function of this name in torch includes frozen parameters, and refuses those with
+    the memory format channels_last.) The model difference of a `Client` is this vector after local
+    training minus the one before. Running statistics of norms are not part of it. Raises ValueError
+    for a module that a `Federation` could not train.
+    """
+    flat = FlatView(model)
+    vector_D = torch.empty(flat.dimension, dtype=torch.float32, device=flat.device)
+    flat.read_(flat.views(vector_D))
+    return vector_D
+
+
+def vector_to_parameters(vector_D: Tensor, model: nn.Module) -> None:
+    """Copy a vector (D,), as `parameters_to_vector` returns it, into the module's parameters.
+
+    Raises ValueError, with nothing changed, for another shape or type.
+    """
+    flat = FlatView(model)
+    like = torch.empty(1, dtype=torch.float32, device="cpu").expand(flat.dimension)
+    check_same_state("vector_D", vector_D, like)
+    flat.put(flat.views(vector_D.detach().contiguous()))
 
 
 def layout_of(parameter: Tensor) -> tuple[int, ...]:
@@ -4961,7 +5020,8 @@ class TCSState:
        Compression (Lin et al., 2018). It costs one float32 copy of the gradients. It is not for
        Adam or AdamW, which would average over the steps a second time, with beta_1. The optimizer's
        weight decay then acts once instead of accumulating: multiply it by 1 / (1 - momentum). A
-       threshold for clipping then applies to the accumulated gradient.
+       threshold for clipping then applies to the accumulated gradient, which can be larger by this
+       factor, so the threshold should be larger, too.
 
     Each backward pass is a step. What it does not send stays in the errors and is sent in later
     steps, even if you discard the gradients. Therefore run a pass whose gradients no optimizer will

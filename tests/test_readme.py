@@ -171,9 +171,18 @@ def test_pytorchs_hooks_are_there_under_these_names():
 
 
 def test_its_two_sides_agree():
-    namespace = {"tcs": tcs, "sizes": [60, 40], "delta_D": torch.randn(100), "rounds": 3}
+    def train_locally(model):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p))
+
+    model, start = torch.nn.Linear(19, 5), torch.nn.Linear(19, 5)
+    start.load_state_dict(model.state_dict())
+    namespace = {"model": model, "train_locally": train_locally, "rounds": 3}
     exec(compile(CODE[3], "README.md", "exec"), namespace)
     client, server = namespace["client"], namespace["server"]
     assert torch.equal(namespace["update_D"], namespace["average_D"])
     assert client.known.round == server.known.round == 3
     assert torch.equal(client.known.shared_K, server.known.shared_K)
+    assert torch.equal(tcs.parameters_to_vector(model), namespace["theta_D"])
+    assert not torch.equal(tcs.parameters_to_vector(start), namespace["theta_D"])

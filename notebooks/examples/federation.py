@@ -26,20 +26,20 @@ def first_model() -> nn.Module:
 def local_difference(theta_D: Tensor, client: int, t: int) -> Tensor:
     """What local training on the client's own data changes in round t, (D,)."""
     model, generator = first_model(), torch.Generator().manual_seed(1000 * client + t)
-    nn.utils.vector_to_parameters(theta_D.clone(), model.parameters())  # which are views of it
+    tcs.vector_to_parameters(theta_D, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for _ in range(LOCAL_STEPS):
         x = torch.randn(16, LAYERS[0], generator=generator)
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), x[:, : LAYERS[-1]].argmax(1)).backward()
         optimizer.step()
-    return nn.utils.parameters_to_vector(model.parameters()).detach() - theta_D
+    return tcs.parameters_to_vector(model) - theta_D
 
 
 def train(rounds: int, scheme: str = "TCS-Q5") -> Tensor:
     """This process's part of the federation; returns the common model, (D,)."""
     rank, model = dist.get_rank(), first_model()
-    theta_D = nn.utils.parameters_to_vector(model.parameters()).detach()
+    theta_D = tcs.parameters_to_vector(model)
     known = tcs.Known(scheme, tcs.layer_sizes(model))
     client, server = tcs.Client(known, rank), tcs.Server(known)
     for t in range(rounds):

@@ -315,3 +315,57 @@ def test_a_client_is_not_heard_in_a_round_in_which_it_has_not_sent():
         client.receive(reply)
     assert same_state(client.state_dict(), before)
     assert client.receive(reply, heard=False).any()
+
+
+def test_bytes_of_another_round_name_the_round_though_the_mask_differs_too():
+    """A client that has missed rounds has another mask, so the tag of its messages is another one."""
+    sides = Sides("TCS")
+    rounds = list(deltas_like_training(4, 3, LAYERS))
+    sides.round(rounds[0])
+    late = sides.clients[2]
+    sides.round(rounds[1])
+    ahead, _ = new_client("TCS", 1)
+    loaded(saved(sides.clients[1].known), ahead)
+    sides.begin()
+    data = late.known.to_bytes(late.send(rounds[2][2]))
+    ahead.lose(), ahead.begin()
+    with pytest.raises(
+        tcs.MessageError, match=r"round: got 2, allowed: 3 \(a client that has missed rounds"
+    ):
+        ahead.from_bytes(data, 2)
+
+
+class OwnClient(tcs.Client):
+    pass
+
+
+class OwnServer(tcs.Server):
+    pass
+
+
+class OwnSides(tcs.TCS):
+    client_type, server_type = OwnClient, OwnServer
+
+
+def test_a_scheme_with_classes_of_its_own_is_refused_by_the_plain_ones(monkeypatch):
+    """Otherwise the plain client would compress in its own way, in silence."""
+    for name in ("RULES", "FAMILIES"):
+        monkeypatch.setattr(tcs, name, dict(getattr(tcs, name)))
+    tcs.register_scheme("Own sides")(OwnSides)
+    known = tcs.Known("Own sides", LAYERS)
+    with pytest.raises(
+        ValueError,
+        match=r"^Own sides: got a Client, allowed: a OwnClient \(make it by known\.rule\.client_type",
+    ):
+        tcs.Client(known, 0)
+    with pytest.raises(
+        ValueError,
+        match=r"^Own sides: got a Server, allowed: a OwnServer \(make it by known\.rule\.server_type",
+    ):
+        tcs.Server(known)
+    client, server = known.rule.client_type(known, 0), known.rule.server_type(known)
+    known.begin()
+    server.add(0, client.send(torch.ones(sum(LAYERS))))
+    assert torch.equal(server.finish()[0], torch.ones(sum(LAYERS)))
+    compressor = tcs.Compressor("Own sides", LAYERS, 2)
+    assert type(compressor.clients[0]) is OwnClient and type(compressor.server) is OwnServer

@@ -290,3 +290,49 @@ def test_the_trained_model_loads_into_an_ordinary_one():
     other.load_state_dict(made.model.state_dict())
     x = torch.ones(2, 8)
     assert torch.equal(other.eval()(x), made.model.eval()(x))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_vector_has_what_is_trained_in_the_order_of_a_federation(layout):
+    def model():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3))
+        net[3].bias.requires_grad_(False)
+        return net.to(memory_format=layout)
+
+    net = model()
+    theta_D = tcs.parameters_to_vector(net)
+    assert len(theta_D) == sum(tcs.layer_sizes(net)) and not theta_D.requires_grad
+    pairs = [(torch.randn(2, 3, 4, 4), torch.tensor([0, 1]))]
+    made = tcs.Federation(model(), [pairs, pairs], "TCS", 0.1)
+    made.round()
+    tcs.vector_to_parameters(made.theta_D, net)
+    for (name, mine), (_, theirs) in zip(
+        net.named_parameters(), made.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(mine, theirs), name
+    assert torch.equal(tcs.parameters_to_vector(net), made.theta_D)
+    assert not torch.equal(theta_D, made.theta_D)  # a copy, not a view
+    before = [p.clone() for p in net.parameters()]
+    for wrong in (theta_D[1:], theta_D.double(), [0.0]):
+        with pytest.raises(ValueError, match=r"^vector_D: got "):
+            tcs.vector_to_parameters(wrong, net)
+    assert all(map(torch.equal, before, net.parameters()))
+
+
+def test_a_loss_with_other_arguments_is_told_how_it_is_called():
+    made = tcs.Federation(mlp(), [batches(2, 0)], "TCS", 0.1, loss=F.cross_entropy)
+    with pytest.raises(TypeError) as raised:
+        made.round()
+    assert (
+        "the loss is called as loss(model, batch) with the batches of `feed`"
+        in raised.value.__notes__
+    )
+
+
+def test_a_state_of_another_number_of_clients_says_so():
+    two, three = (
+        tcs.Federation(mlp(True), [batches(2, 0)] * n, "TCS", 0.1, loss=mse) for n in (2, 3)
+    )
+    with pytest.raises(ValueError, match=r"^state: clients: got 2, allowed: 3$"):
+        three.load_state_dict(two.state_dict())

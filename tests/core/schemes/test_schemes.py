@@ -1,5 +1,8 @@
 """Schemes by name, and what their suffixes mean."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -121,3 +124,23 @@ def test_a_change_that_contradicts_the_name_is_refused(name, field, value):
 def test_a_change_of_what_a_suffix_leaves_open_is_taken():
     assert tcs.Scheme.named("TCS-Global Momentum", momentum=0.5).momentum == 0.5
     assert tcs.Scheme.named("TCS-LF", phi_min_global=0.01).phi_min_global == 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "other"),
+    [("top-K", "phi_global", "phi_local"), ("rand-K", "phi_local", "phi_global")],
+)
+def test_a_fraction_of_the_mask_that_a_scheme_does_not_have_is_refused_with_the_other(
+    name, key, other
+):
+    with pytest.raises(ValueError, match=rf"another has no meaning there \(set {other}\)$"):
+        tcs.Scheme.named(name, **{key: 0.0025})
+    assert getattr(tcs.Scheme.named(name, **{other: 0.0025}), other) == 0.0025
+
+
+def test_an_unknown_name_says_where_other_schemes_are():
+    code = "import tcs_core as tcs\ntry:\n    tcs.Scheme.named('STC')\nexcept ValueError as error:\n    print(error)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.rstrip().endswith(
+        "; import tcs_lab.schemes adds others, such as STC and DGC"
+    )
