@@ -312,7 +312,9 @@ print(f"With AdamW, {with_adamw}.")
 #
 # The parameters of your module are ordinary tensors that hold the trained values after every round. Training mode and frozen parameters
 # stay as you set them. Save the model with `averaged_state_dict`. In this dictionary, the running statistics of each batch norm are the
-# mean over the clients.
+# mean over the clients. It is all that you need to use the model, but not to go on with its training: this also needs the errors, the mask
+# and the number of the round. For this, save `federation.state_dict()`, and load it with `load_state_dict` into a new `Federation` with the
+# same arguments.
 
 # %%
 federation = own_optimizer[adaptive[-1]]
