@@ -126,16 +126,22 @@ def _add_runs(command: Command) -> None:
         add(
             "--params",
             nargs="+",
+            action="extend",
             required=True,
-            help="YAML files of parameters; a later file wins over an earlier one",
+            help="YAML files of parameters, usually a table and a profile; a later file wins over an "
+            "earlier one (may be repeated)",
         )
-        add("--scheme", action="append", help="make only the runs of this scheme (may be repeated)")
-        add(
-            "--seed",
-            action="append",
-            type=int,
-            help="make only the runs with this seed (may be repeated)",
-        )
+        runs = "{} instead of those of the files" if add is run else "only {}"
+        for option, words, kind in (
+            ("--scheme", "the runs of this scheme", str),
+            ("--seed", "the runs with this seed", int),
+        ):
+            add(
+                option,
+                action="append",
+                type=kind,
+                help=f"make {runs.format(words)} (may be repeated)",
+            )
         add(
             "--jobs",
             type=int,
@@ -235,7 +241,8 @@ def _add_bench(command: Command) -> None:
 def _add_common(add: Callable[..., Any]) -> None:
     add("--set", action="append", default=[], metavar="KEY=VALUE",
         help="a further parameter; the value is read as YAML (may be repeated)")  # fmt: skip
-    add("--results", help="the results folder (default: results/ beside notebooks/)")
+    add("--results", help="the results folder (default: results/ beside notebooks/). A run that was interrupted "
+        "goes on from a checkpoint in the folder $TCS_CACHE (default: ~/.cache/tcs-core)")  # fmt: skip
 
 
 def _add_dry_run(add: Callable[..., Any]) -> None:

@@ -137,7 +137,13 @@ def _report_diverged(jobs: Iterable[Job], records: list[dict[str, Any]]) -> int:
 def _params(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {"seeds": arguments.seed, "jobs": arguments.jobs}
     given = {key: value for key, value in given.items() if value is not None}
-    return read_params(arguments.params) | _set_params(arguments.set) | given
+    params = read_params(arguments.params) | _set_params(arguments.set) | given
+    both = "a table and a profile, such as params/table1.yaml params/quick.yaml"
+    if "title" in params and "profile" not in params:  # a table alone would have the paper's size
+        raise ValueError(
+            f"--params: got {', '.join(arguments.params)} without a `profile`, allowed: {both}"
+        )
+    return params
 
 
 def _set_params(pairs: list[str]) -> dict[str, Any]:

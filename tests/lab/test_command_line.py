@@ -278,3 +278,14 @@ def test_ctrl_c_while_it_imports_ends_it_without_a_word(tmp_path):
     until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8"))
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=20) == (None, b"") and process.returncode == -signal.SIGINT
+
+
+def test_a_table_alone_is_refused_and_params_may_be_repeated(tmp_path, capsys):
+    """Without a profile, the runs would have the paper's size."""
+    table, quick = (str(lab.ROOT / f"params/{name}.yaml") for name in ("table1", "quick"))
+    folder = ["--results", str(tmp_path), "--dry-run"]
+    assert main(["run", "--params", table, *folder]) == 2
+    assert "without a `profile`, allowed: a table and a profile" in capsys.readouterr().err
+    for params in (["--params", table, quick], ["--params", table, "--params", quick]):
+        assert main(["run", *params, *folder]) == 0
+        assert capsys.readouterr().out.startswith("8 runs, 0 of them made")

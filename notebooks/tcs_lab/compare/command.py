@@ -12,8 +12,8 @@ def add_arguments(add: Callable[..., Any]) -> None:
     add(
         "method", nargs="?", metavar="METHOD",
         help="one Python file, FILE:NAME, or the name of a stored method. A file is executed: compare only "
-        "files that you trust. Another file that it imports is not a part of the method: its changes make no "
-        "new runs",
+        "files that you trust. After any change of the file, also of a comment, all its runs are made again. It "
+        "can import installed modules only, and a change of these makes no new runs",
     )  # fmt: skip
     add(
         "--densities",

@@ -316,7 +316,8 @@ def _read_planning(
     path: str | Path, changes: Mapping[str, Any] | None, results: str | Path | None
 ) -> Planning:
     read, profile, changes = read_plan(path), dict[str, Any](), dict(changes or {})
-    refused = dict.fromkeys(("schemes", "seeds", "jobs"), "none, because the plan says it")
+    refused = dict.fromkeys(("schemes", "seeds"), "none, because the plan says it")
+    refused["jobs"] = "none; the option --jobs says how many runs are made at once"
     if any(isinstance(stage, TrainingStage) and stage.tune for stage in read.stages):
         refused |= dict.fromkeys(RATES, f"none with {path}, which tunes the rates")
     for key, allowed in refused.items():

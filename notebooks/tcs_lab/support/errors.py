@@ -46,7 +46,9 @@ def reject_unknown(given: Iterable[Any], known: Iterable[str], what: str) -> Non
     unknown = sorted(k if isinstance(k, str) else format_value(k) for k in set(given) - set(known))
     if unknown:
         listed = ", ".join(map(shorten, unknown[:20]))
-        raise ValueError(f"unknown {what}: {listed}; allowed: {', '.join(sorted(known))}")
+        # a name with a comma in it would look like several
+        quoted = [repr(name) if "," in name else name for name in sorted(known)]
+        raise ValueError(f"unknown {what}: {listed}; allowed: {', '.join(quoted)}")
 
 
 def to_python(value: Any) -> Any:

@@ -243,7 +243,9 @@ def _folder_dataset(root: str | Path | None, label: str | None) -> Dataset:
             f"data_root: {path} does not exist; allowed: a folder or a tar of {LAYOUT}"
         )
     named = path.resolve().name
-    path = _find_parts(path) if path.is_dir() else path
+    if path.is_dir():
+        path = _find_parts(path)
+        _check_class_folders(path)
     cached = cache_folder() / "datasets" / f"{_hash_source(path)}.npz"
     label = label or named.lstrip(".").split(".")[0]
     if found := _read_cached(cached, label):
@@ -276,6 +278,22 @@ def _find_parts(root: Path) -> Path:
     )
     allowed = "the folder above it" if root.resolve().name in PARTS else f"a folder of {LAYOUT}"
     raise ValueError(f"data_root: {root} has {what} {names}; allowed: {allowed}")
+
+
+def _check_class_folders(root: Path) -> None:
+    """Raise ValueError for a class folder that cannot be read or that has no files: `Path.glob`
+    leaves these out in silence, and then the data set would have fewer classes."""
+    for part in (root / name for name in PARTS if (root / name).is_dir()):
+        for folder in sorted(part.iterdir()):
+            if not folder.is_dir() or _is_litter(folder.name):
+                continue
+            where = f"{root}: the folder {folder.relative_to(root).as_posix()!r}"
+            try:
+                names = os.listdir(folder)
+            except OSError as error:
+                raise ValueError(f"{where} cannot be read: {error.strerror}") from None
+            if all(map(_is_litter, names)):
+                raise ValueError(f"{where} has no images; put some there, or remove it")
 
 
 def _is_litter(name: str) -> bool:

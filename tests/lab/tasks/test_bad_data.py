@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import os
 import random
 import re
 import tarfile
@@ -51,6 +52,30 @@ def assert_refused(path, message):
     text = str(raised.value)
     assert str(path) in text and "\n" not in text and len(text) < 1000
     assert peak < 20 << 20 and not list((path.parent / "cache").glob("datasets/*"))
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_a_class_folder_without_images_is_named(tmp_path, part):
+    """Left out in silence, the data set would have fewer classes."""
+    folder = as_folder(tmp_path / "images", IMAGES)
+    for where in ("train", "test"):
+        (folder / where / "emu").mkdir()
+    (folder / part / "emu" / ".DS_Store").write_bytes(b"")
+    assert_refused(folder, r"the folder 'train/emu' has no images; put some there, or remove it")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_a_class_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    folder = as_folder(tmp_path / "images", IMAGES)
+    closed, listdir = folder / "test" / "cat", os.listdir
+
+    def refusing(path):  # as for a user without the right to read it; root has it always
+        if os.fspath(path) == os.fspath(closed):
+            raise PermissionError(13, "Permission denied")
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refusing)
+    assert_refused(folder, r"the folder 'test/cat' cannot be read: Permission denied")
 
 
 @pytest.mark.parametrize("case", BAD)
