@@ -11,7 +11,7 @@ import pandas as pd
 
 from tcs_lab.evidence.claims import BOUNDS, Claim, Claims
 from tcs_lab.evidence.measures import COUNTED, MEASURES, compare_measures
-from tcs_lab.evidence.planned_model import RunsByScheme, estimate_row, fit_model
+from tcs_lab.evidence.planned_model import RunsByScheme, estimate_row, fit_model, ten_digits
 from tcs_lab.tables.analysis import Comparison, Estimate, holm
 from tcs_lab.tables.tables import Record, format_interval, mean_interval
 from tcs_lab.tables.verdicts import CONTRADICTED, NOT_MEASURED, OPEN, SUPPORTED
@@ -54,7 +54,7 @@ def judge_claims(read: Claims, records: Mapping[str, Record]) -> pd.DataFrame:
     main = table[table["main"]].set_index("claim")["p"].to_dict()
     table["holm"] = table["claim"].map(holm(main)).astype(float)
     numbers = table.select_dtypes("float")
-    return table.assign(**numbers.map(lambda number: float(f"{number:.10g}")))
+    return table.assign(**numbers.map(ten_digits))
 
 
 def _claim_row(claim: Claim) -> dict[str, Any]:

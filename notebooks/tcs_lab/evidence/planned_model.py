@@ -74,12 +74,18 @@ def estimate_gaps(profile: str, records: Iterable[Record]) -> dict[str, dict[str
         if scheme != BASELINE:
             row = _difference_row(runs, model, scheme, BASELINE, read.confidence)
             gaps[scheme[0]] = {
-                "difference": row["measured"] / 100,
-                "difference_low": row["low"] / 100,
-                "difference_high": row["high"] / 100,
+                "difference": ten_digits(row["measured"] / 100),
+                "difference_low": ten_digits(row["low"] / 100),
+                "difference_high": ten_digits(row["high"] / 100),
                 "difference_n": row["n"],
             }
     return gaps
+
+
+def ten_digits(number: float) -> float:
+    """Return a number with ten significant digits. Further ones of what the model gives depend on the
+    processor, and stored tables should not."""
+    return float(f"{number:.10g}")
 
 
 # The model ────────────────────────────────────────────────────────────────────────────────────────
