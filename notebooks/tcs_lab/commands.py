@@ -139,7 +139,7 @@ def _params(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {key: value for key, value in given.items() if value is not None}
     params = read_params(arguments.params) | _set_params(arguments.set) | given
     both = "a table and a profile, such as params/table1.yaml params/quick.yaml"
-    if "title" in params and "profile" not in params:  # a table alone would have the paper's size
+    if "paper" in params and "profile" not in params:  # a table alone would have the paper's size
         raise ValueError(
             f"--params: got {', '.join(arguments.params)} without a `profile`, allowed: {both}"
         )

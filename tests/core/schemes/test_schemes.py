@@ -140,7 +140,9 @@ def test_a_fraction_of_the_mask_that_a_scheme_does_not_have_is_refused_with_the_
 
 def test_an_unknown_name_says_where_other_schemes_are():
     code = "import tcs_core as tcs\ntry:\n    tcs.Scheme.named('STC')\nexcept ValueError as error:\n    print(error)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
+    )
     assert done.stdout.rstrip().endswith(
         "; import tcs_lab.schemes adds others, such as STC and DGC"
     )
