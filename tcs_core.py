@@ -3777,10 +3777,6 @@ class Federation:
                 error.add_note(
                     "a batch of one sample: DataLoader(drop_last=True) leaves out such a rest"
                 )
-            if isinstance(error, TypeError):
-                error.add_note(
-                    "the loss is called as loss(model, batch) with the batches of `feed`"
-                )
             if not self.is_whole:
                 error.add_note(f"round {t} is half done: load a state, or make a new Federation")
             raise
@@ -4176,7 +4172,12 @@ class LocalTrainer:
                     torch.cuda.manual_seed(seed)
         for tau in range(self.scheme.local_steps):
             versions = [p._version for p in self.flat.parameters]
-            loss = self.loss(self.model, self.feed.batch(n, t, tau))
+            batch = self.feed.batch(n, t, tau)
+            try:
+                loss = self.loss(self.model, batch)
+            except TypeError as error:
+                error.add_note("the loss is called as loss(model, batch) with a batch of the feed")
+                raise
             if not isinstance(loss, Tensor) or loss.dim():
                 kind = type(loss).__name__
                 got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {kind}"

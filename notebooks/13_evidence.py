@@ -897,13 +897,13 @@ if len(sources):
 # keeps from round to round. In each of three epochs, the fraction of a run on the GPU was within the range of the eight seeds on the CPU.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-GPU_SEEDS = (6, 7)
-without = {file: r for file, r in records.items() if r["config"]["seed"] not in GPU_SEEDS}
-changed = lab.estimate_difference(read, without, ("TCS", 0.5), ("FedAvg", 0.5))
+pair = ("TCS", 0.5), ("FedAvg", 0.5)
+without = lab.evidence.planned_model.leave_out_gpu_seeds(records, pair)
+changed = lab.estimate_difference(read, without, *pair)
 if pd.notna(changed["measured"]):
     words = lab.judge_claims(read, without).set_index("claim")["verdict"]
     other = [name for name in by_name.index if by_name.loc[name, "verdict"] != words[name]]
-    print(f"Without the seeds {GPU_SEEDS[0]} and {GPU_SEEDS[1]}, TCS differs from FedAvg by {lab.format_interval(changed['measured'], changed['low'], changed['high'])} points "
+    print(f"Without the seeds with which FedAvg was trained on a GPU, TCS differs from FedAvg by {lab.format_interval(changed['measured'], changed['low'], changed['high'])} points "
           f"(n = {changed['n']}). Of all verdicts on claims, {len(other) or 'none'} would be another one{': ' + ', '.join(other) if other else ''}.")  # fmt: skip
 
 # %%

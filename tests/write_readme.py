@@ -21,6 +21,7 @@ import pandas as pd
 import tcs_lab as lab
 from tcs_lab import compare
 from tcs_lab.evidence import fair
+from tcs_lab.evidence.planned_model import leave_out_gpu_seeds
 from tcs_lab.runs.plans import jobs_to_follow, plan_jobs
 from tcs_lab.studies import frontier, links, optimizers
 from tcs_lab.tables.verdicts import CONTRADICTED, OPEN, SUPPORTED
@@ -280,14 +281,7 @@ def on_cpus(one: str, other: str) -> Row:
     """The same as `gap`, without the seeds with which one of the two was trained on a GPU."""
     read, found = judged_records()
     rated = [(name, 0.1 if name.startswith("Baseline") else 0.5) for name in (one, other)]
-    on_gpu = set()
-    for record in found.values():
-        config = record["config"]
-        is_asked = (config["scheme"]["name"], config["learning_rate"]) in rated
-        if is_asked and record["provenance"]["device"].startswith("NVIDIA"):
-            on_gpu.add(config["seed"])
-    kept = {file: r for file, r in found.items() if r["config"]["seed"] not in on_gpu}
-    return dict(lab.estimate_difference(read, kept, *rated))
+    return dict(lab.estimate_difference(read, leave_out_gpu_seeds(found, rated), *rated))
 
 
 def profile_gap(one: str, other: str, profile: str, **changes: Any) -> Row:

@@ -131,17 +131,18 @@ def _add_runs(command: Command) -> None:
             help="YAML files of parameters, usually a table and a profile; a later file wins over an "
             "earlier one (may be repeated)",
         )
-        runs = "{} instead of those of the files" if add is run else "only {}"
-        for option, words, kind in (
-            ("--scheme", "the runs of this scheme", str),
-            ("--seed", "the runs with this seed", int),
-        ):
-            add(
-                option,
-                action="append",
-                type=kind,
-                help=f"make {runs.format(words)} (may be repeated)",
-            )
+        only, instead = ("", " instead of those of the files") if add is run else ("only ", "")
+        add(
+            "--scheme",
+            action="append",
+            help=f"make {only}the runs of this scheme{instead} (may be repeated)",
+        )
+        add(
+            "--seed",
+            action="append",
+            type=int,
+            help=f"make {only}the runs with this seed{instead} (may be repeated)",
+        )
         add(
             "--jobs",
             type=int,

@@ -34,6 +34,20 @@ def estimate_difference(
     return _difference_row(runs, fit_model(runs), first, second, read.confidence)
 
 
+def leave_out_gpu_seeds(
+    records: Mapping[str, Record], schemes: Iterable[SchemeAtRate]
+) -> dict[str, Record]:
+    """Return the records without those seeds with which one of these schemes was trained on a GPU, so
+    that no difference is between runs on different devices."""
+    asked = set(schemes)
+    on_gpu = {
+        record["config"]["seed"]
+        for record in records.values()
+        if scheme_of(record) in asked and record["provenance"]["device"].startswith("NVIDIA")
+    }
+    return {f: record for f, record in records.items() if record["config"]["seed"] not in on_gpu}
+
+
 def decompose(read: Claims, records: Mapping[str, Record]) -> pd.DataFrame:
     """Decompose the difference between a sparse scheme and centralized training into steps.
 

@@ -325,7 +325,7 @@ def test_a_loss_with_other_arguments_is_told_how_it_is_called():
     with pytest.raises(TypeError) as raised:
         made.round()
     assert (
-        "the loss is called as loss(model, batch) with the batches of `feed`"
+        "the loss is called as loss(model, batch) with a batch of the feed"
         in raised.value.__notes__
     )
 
