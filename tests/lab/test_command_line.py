@@ -235,7 +235,7 @@ def latin_output():
     ("disturb", "code", "text"),
     [
         (full_output, 2, "error: [Errno 28] No space left on device"),
-        (closed_pipe, 141, ""),
+        (closed_pipe, 141, "run 2/2 is made"),
         (closed_stderr, 0, "| TCS | 1 |"),
         (latin_output, 0, "Ours \\u2212 Baseline"),
     ],
@@ -247,7 +247,6 @@ def test_output_that_nobody_can_read_or_write(tmp_path, disturb, code, text):
     said = (tmp_path / "output").read_text(encoding="utf-8")
     assert process.exitcode == code
     assert text in said and "Exception" not in said and "Traceback" not in said
-    assert text or not said
     assert len(list((tmp_path / "ci" / "runs").iterdir())) == 2
 
 

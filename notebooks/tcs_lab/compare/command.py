@@ -11,7 +11,7 @@ def add_arguments(add: Callable[..., Any]) -> None:
     """Add the arguments of the command by its parser's `add_argument`. This imports nothing heavy."""
     add(
         "method", nargs="?", metavar="METHOD",
-        help="one Python file, FILE:NAME, or the name of a stored method. A file is executed: compare only "
+        help="one Python file, FILE:NAME, or the name of a scheme, such as TCS-L8. A file is executed: compare only "
         "files that you trust. After any change of the file, also of a comment, all its runs are made again. It "
         "can import installed modules only, and a change of these makes no new runs",
     )  # fmt: skip
@@ -26,7 +26,7 @@ def add_arguments(add: Callable[..., Any]) -> None:
         help="only run a few rounds of a method from a file, to find mistakes in it, and say how many bytes it "
         "sends, how many runs are missing and how long they would take",
     )
-    add("--list", action="store_true", help="show the stored rows")
+    add("--list", action="store_true", help="show the stored rows, and the names of others")
     add("--jobs", type=int, help="number of processes (default: 2)")
     add("--plan", metavar="FILE", help="the track (default: params/compare_plan.yaml)")
     add("--results", help="results folder (default: results/ beside notebooks/)")
@@ -55,7 +55,7 @@ def compare_command(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.method is None:
         raise ValueError(
-            "METHOD: got none, allowed: a Python file, or the name of a stored method (see --list)"
+            "METHOD: got none, allowed: a Python file, or the name of a scheme (see --list)"
         )
     method = find_method(arguments.method)
     listed = track.analysis.methods if method.file is None else {}

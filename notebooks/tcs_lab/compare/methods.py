@@ -56,7 +56,7 @@ class Method:
     @property
     def folder(self) -> str:
         """The name of its folder under results/compare/."""
-        return re.sub(r"[^\w.+-]+", "_", self.name)[:64]
+        return re.sub(r"[^\w-]+", "_", self.name)[:64]
 
     @property
     def label(self) -> str:
@@ -85,7 +85,7 @@ class Method:
 
 
 def find_method(given: str) -> Method:
-    """Find a method by FILE, FILE:NAME or the name of a stored method.
+    """Find a method by FILE, FILE:NAME or the name of a scheme.
 
     A file is executed, so that it can do whatever its author likes. Raises ValueError or
     FileNotFoundError in one line.
@@ -98,7 +98,7 @@ def find_method(given: str) -> Method:
     return read_method_file(Path(path), name if colon else "")
 
 
-_STORED = "the name of a stored method (tcs compare --list)"
+_STORED = "the name of a scheme (tcs compare --list shows some)"
 
 
 def find_stored_method(name: str) -> Method:

@@ -30,7 +30,7 @@ from tcs_lab.runs.runs import Run, run_all
 from tcs_lab.support.errors import shorten
 from tcs_lab.support.files import write_json, write_whole
 from tcs_lab.tables.figures import save_figure
-from tcs_lab.tables.tables import plain_markdown
+from tcs_lab.tables.tables import format_number, plain_markdown
 from tcs_lab.training.configuration import RunConfig
 from tcs_lab.training.training import load_data
 
@@ -247,7 +247,7 @@ def print_row(track: Track, method: Method, names: Sequence[str]) -> int:
 
 
 def print_stored(track: Track) -> None:
-    """Print the stored rows, and how many of them are made."""
+    """Print the stored rows, how many of them are made, and which other rows there are."""
     scores = Scores(track)
     table = stored_table(track, scores)
     if len(table):
@@ -266,6 +266,25 @@ def print_stored(track: Track) -> None:
             f"`tcs compare NAME{options}{folder}` makes the row of a method, with --densities also those at two further "
             f"densities, and `tcs queue {plan}{folder}` all."
         )
+    if others := _describe_others(track):
+        print(f"Beside them, there are rows of {'; '.join(others)}.")
+
+
+def _describe_others(track: Track) -> list[str]:
+    """Describe the rows that are not planned ones, such as those of methods from files."""
+    rows = [read_row(path.parent) for path in sorted(track.folder.glob(f"*/{ROW}"))]
+    described = []
+    for row in rows:
+        if row.get("method") in (None, *track.analysis.methods):
+            continue
+        points = row.get("points", {}).values()
+        said = [
+            f"{p['scheme']} {p['accuracy']:.2f} % with {format_number(p['up'])} MB up"
+            for p in points
+        ]
+        file = f" ({row['file']})" if row.get("file") else ""
+        described.append(f"{row['method']}{file}: {', '.join(said) or 'diverged'}")
+    return described
 
 
 def say_if_alone(track: Track, method: Method) -> None:

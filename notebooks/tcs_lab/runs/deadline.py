@@ -183,7 +183,7 @@ class Deadline:
         """Take note of the jobs whose process has ended; `stopped` are processes that were told to."""
         for one in [one for one in self.running if not one.process.is_alive()]:
             self.running.remove(one)
-            bar.end(one.job.digest)
+            bar.end(one.job.digest, one.job.is_made(self.results))
             if one.job.is_made(self.results):
                 one.outcome = f"made in {(time.monotonic() - one.begun) / 60:.1f} minutes"
                 self.made.append(one)

@@ -21,7 +21,8 @@ from tcs_lab.runs.jobs import Job
 class Progress:
     """A line that shows how far jobs are, on a terminal, in a notebook and under papermill.
 
-    In a notebook the line replaces itself and is gone at the end, so saved notebooks stay clean.
+    In a notebook the line replaces itself and is gone at the end, so saved notebooks stay clean. Where
+    there is neither, as in a log file, each job that was made gets a line on stderr.
     """
 
     def __init__(self, jobs: Sequence[Job], enabled: bool = True):
@@ -30,9 +31,10 @@ class Progress:
         self._add(jobs)
         self.line = _NotebookLine() if _in_notebook() else None
         self.lock = threading.Lock()  # `show_rows` calls from another thread
-        quiet = not enabled or not jobs or not (self.line or sys.stderr.isatty())
+        quiet = not enabled or not jobs
+        self.is_log = not quiet and not (self.line or sys.stderr.isatty())
         self.bar = tqdm(
-            total=sum(self.left.values()), disable=quiet, leave=False,
+            total=sum(self.left.values()), disable=quiet or self.is_log, leave=False,
             file=self.line or sys.stderr, mininterval=1.0 if self.line else 0.1,
             ncols=130 if self.line else None, ascii=False, dynamic_ncols=not self.line,
             bar_format="{desc} |{bar:16}| {n_fmt}/{total_fmt}, {remaining} left",
@@ -69,11 +71,18 @@ class Progress:
                 self.bar.set_description_str(f"run {place}/{len(self.jobs)}: {what}", refresh=False)
                 self.bar.update(1)
 
-    def end(self, digest: str) -> None:
-        """Count the job; parts that were reused, or never came, are taken off the total."""
+    def end(self, digest: str, is_made: bool = True) -> None:
+        """Count a job that has ended, and was made if nothing stopped it. Parts that were reused, or never
+        came, are taken off the total."""
         with self.lock:
             self.bar.total -= self.left.pop(digest, 0)
             self.bar.refresh()
+            if self.is_log and is_made:
+                ended, all_of_them = len(self.jobs) - len(self.left), len(self.jobs)
+                what = ", ".join(
+                    f"{key} {value}" for key, value in self.jobs[digest].columns.items()
+                )
+                print(f"run {ended}/{all_of_them} is made: {what}", file=sys.stderr, flush=True)
 
 
 Item = TypeVar("Item")

@@ -650,6 +650,13 @@ class Slow(tcs.TCS): pass
     assert "several times as long" in capsys.readouterr().err
 
 
+def test_a_name_may_have_a_point(folder, capsys):
+    path = written(folder, SIGNS.replace("class Signs:", "class Signs:\n    name = 'Mine v1.5+'"))
+    assert compare(folder, path, "--dry-run") == 0
+    assert "mine.py: Mine v1.5+: 4 runs of" in capsys.readouterr().out
+    assert find_method(str(path)).folder == "Mine_v1_5_"
+
+
 def test_densities_that_send_the_same_are_found_before_the_runs(folder, capsys):
     text = """
 @tcs.register_scheme("Half", phi_global=0.1, phi_local=None)
@@ -676,6 +683,10 @@ def test_stored_rows_are_made_by_the_queue_and_stand_beside_a_method(folder, cap
     said = capsys.readouterr().out
     for name in ("FedAvg", "TCS-K4", "Average-Mask", "Average-Mask-K16"):
         assert f"| {name} |" in said
+    assert compare(folder, "--list") == 0
+    own = capsys.readouterr().out.splitlines()[-1]
+    assert "rows of Average-Mask (mask_rule.py): " in own
+    assert "Average-Mask-K16 " in own and " MB up" in own and "TCS" not in own
     assert compare(folder, "TCS", "--densities") == 0  # a stored method: nothing is made
     row = (folder / "results/tiny/TCS/row.json").read_bytes()
     assert compare(folder, "TCS") == 0

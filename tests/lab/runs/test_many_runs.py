@@ -6,6 +6,7 @@ TCS_KILLS=50 ends workers in every way, not only in two.
 import dataclasses
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -283,7 +284,8 @@ def test_a_script_is_not_run_again_by_its_workers(tmp_path, few):
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, encoding="utf-8", check=True
     )
-    assert done.stdout.split() == ["once", "2"] and done.stderr == ""
+    assert done.stdout.split() == ["once", "2"]
+    assert re.fullmatch(r"run 1/2 is made: .*\nrun 2/2 is made: .*\n", done.stderr)
 
 
 ENDS = {
@@ -344,6 +346,16 @@ def test_a_row_that_arrives_after_its_run_was_counted_is_ignored():
         bar.end(one.digest)
         bar.show_row(one.digest, row)
         assert bar.left == {} and bar.bar.total == 1
+
+
+def test_without_a_terminal_each_run_that_is_made_gets_a_line(tmp_path, few, capsys):
+    wanted = configs("TCS", "top-K", epochs=1, **few)
+    lab.run_all(wanted, tmp_path)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"run 1/2 is made: scheme TCS, eta 0.5, seed {wanted[0].seed}, epochs 1"
+    assert second.startswith("run 2/2 is made: scheme top-K")
+    lab.run_all([*wanted, *configs("FedAvg", epochs=1, **few)], tmp_path, progress=False)
+    assert not capsys.readouterr().err
 
 
 def test_a_row_that_is_written_in_two_parts_reaches_the_bar(monkeypatch):
