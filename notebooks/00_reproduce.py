@@ -38,6 +38,7 @@ points = [
 ]  # methods in the first table and in the picture below it
 evidence = "evidence"  # the profile whose records are drawn if `profile` is None; no run is made
 profile = None  # the profile whose runs are made, then drawn; a folder under results/
+results = None  # the folder with <profile>/runs/*.json; None: results/
 dataset = None  # synthetic, cifar10 (downloads), folder or text
 data_root = None  # folder: a folder or tar of train/<class>/*, test/<class>/*; cifar10: its folder
 data_label = None  # the data set's name in records
@@ -86,13 +87,13 @@ asked = {t: lab.read_params([lab.params_file("tables", t)]) | base | given for t
 plans = asked if profile or seeds else {t: lab.with_every_seed(asked[t]) for t in tables}
 configs = {config.record_name: config for params in plans.values() for config in lab.plan(params)}
 if profile:
-    print(lab.forecast(configs.values(), given.get("jobs", 1)))
+    print(lab.forecast(configs.values(), given.get("jobs", 1), results))
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 if profile:
-    records = lab.run_all(configs.values(), jobs=given.get("jobs", 1))
+    records = lab.run_all(configs.values(), results, given.get("jobs", 1))
 else:
-    records = list(lab.load_records(configs.values()).values())
+    records = list(lab.load_records(configs.values(), results).values())
 shown = profile or evidence
 
 # %% [markdown]
@@ -101,8 +102,8 @@ shown = profile or evidence
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 first = lab.read_params([lab.params_file("tables", 1)])["paper"]  # what the paper prints in Table 1
 params = next(iter(plans.values())) | {"schemes": points, "learning_rate": 0.5}
-found = list(lab.load_records(lab.plan(params)).values())
-traffic = lab.summary(found, first, lab.plan(params), lab.estimate_gaps(shown, found))
+found = list(lab.load_records(lab.plan(params), results).values())
+traffic = lab.summary(found, first, lab.plan(params), lab.estimate_gaps(shown, found, results))
 
 
 def compared(row) -> dict[str, str]:
@@ -151,7 +152,7 @@ if len(measured):
     lab.draw_megabytes_figure(traffic, heading).savefig(picture, format="png", dpi=130)
     words = f"{heading}. The numbers are those of the table above."
     display(Image(picture.getvalue(), width=560, alt=words))
-print(f"This page is drawn from {len(drawn_runs)} records in results/{shown}/runs/.")
+print(f"This page is drawn from {len(drawn_runs)} records in {results or 'results'}/{shown}/runs/.")
 
 # %% [markdown]
 # In the picture, methods further to the left send and receive less. The megabytes are those of one client in the whole training. The grey
@@ -169,12 +170,14 @@ print(f"This page is drawn from {len(drawn_runs)} records in results/{shown}/run
 changed = not profile and given.keys() - {"tables", "points", "evidence"}
 there = {record["config"]["scheme"]["name"] for record in records}
 lacking = {name for params in plans.values() for name in params["schemes"]} - there
-begun = not lacking or (lab.results_folder(shown) / "table1.md").exists()
-folder = lab.results_folder(shown) if begun and not changed else None
+folder = lab.results_folder(shown, results)
+if changed or (lacking and not (folder / "table1.md").exists()):
+    folder = None  # what is drawn is shown, and not saved
 drawn = {}
 for t, params in plans.items():
     runs = lab.plan(params)
-    drawn[t] = lab.draw_table(params, list(lab.load_records(runs).values()), runs, folder)
+    found = list(lab.load_records(runs, results).values())
+    drawn[t] = lab.draw_table(params, found, runs, folder, results)
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -213,6 +216,7 @@ for t, table in drawn.items():
 #   point, which lies between those of TCS and TCS-L4.
 # - `seeds = [1, 2, 3]` uses only three runs of each method, so the accuracies change a little. In profile `evidence` the differences from
 #   the Baseline stay the same, because they come from a statistical model that always uses all runs.
+# - `results = "FOLDER"` draws what `tcs queue --results FOLDER` has made, and saves it there.
 
 # %% [markdown]
 # ## What we saw

@@ -24,6 +24,7 @@ from IPython.display import Image, Markdown, display
 table = 1  # which table of the paper: params/table<n>.yaml
 evidence = "evidence"  # the profile whose records are drawn if `profile` is None; no run is made
 profile = None  # the profile whose runs are made, then drawn; a folder under results/
+results = None  # the folder with <profile>/runs/*.json; None: results/
 figure = None  # which figure its curves are
 title = None  # the heading of the table
 schemes = None  # names; each gets a row and a curve
@@ -78,22 +79,22 @@ configs, changed = lab.plan(params), not profile and given.keys() - {"table", "e
 planned = lab.keep_planned(configs, params["profile"])
 every_seed = configs if profile or seeds else lab.plan(lab.with_every_seed(params))
 print(
-    f"The table needs {len(planned)} runs of {configs[0].epochs} epochs. Their records are in results/{params['profile']}/runs/."
+    f"The table needs {len(planned)} runs of {configs[0].epochs} epochs. Their records are in {results or 'results'}/{params['profile']}/runs/."
 )
 if profile:
-    print(lab.forecast(configs, params.get("jobs", 1)))
+    print(lab.forecast(configs, params.get("jobs", 1), results))
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 if profile:
-    records = lab.run_all(configs, jobs=params.get("jobs", 1))
+    records = lab.run_all(configs, results, params.get("jobs", 1))
 else:
-    records = list(lab.load_records(every_seed).values())
+    records = list(lab.load_records(every_seed, results).values())
 there = {record["config"]["scheme"]["name"] for record in records}
 lacking = [name for name in params["schemes"] if name not in there]
 print(
     f"{len(records)} records were found. Planned runs without a record: {lab.list_missing(planned, records)}."
 )
-folder = lab.results_folder(params["profile"])
+folder = lab.results_folder(params["profile"], results)
 if changed or (lacking and not (folder / f"table{table}.md").exists()):
     folder = None  # what is drawn is shown, and not saved
 
@@ -102,7 +103,7 @@ if changed or (lacking and not (folder / f"table{table}.md").exists()):
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 ALLOWED = 0.5  # points below the Baseline that we do not count as a loss
-summary, text, picture = lab.draw_table(params, records, configs, folder)
+summary, text, picture = lab.draw_table(params, records, configs, folder, results)
 groups = {"supported": [], "contradicted": [], "open": []}
 for row in summary[summary["difference"].notna()].itertuples():
     low, high = 100 * row.difference_low, 100 * row.difference_high
@@ -152,6 +153,7 @@ else:
 #   still end below it.
 # - `schemes = ["TCS", "top-K", "Baseline"]` draws three rows and three curves. Their numbers stay the same.
 # - `seeds = [1, 2, 3]` uses only three trials of each scheme, so means and standard deviations change a little.
+# - `results = "FOLDER"` draws what `tcs queue --results FOLDER` has made, and saves it there.
 #
 # If you give this notebook the file of a profile, it first makes the runs that have no record yet:
 #

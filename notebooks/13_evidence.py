@@ -381,7 +381,9 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 counts = lab.fair_counts(fair, results)
 complete = all(counts[f"{part} made"] == counts[f"{part} planned"] for part in ("tuning", "scoring"))  # fmt: skip
-table = lab.readable_fair(lab.fair_table(fair, results))
+tuned = lab.fair_table(fair, results)
+at_end = tuned[tuned["at_end"]]["scheme"]
+table = lab.readable_fair(tuned)
 rates = [column for column in table.columns if column.startswith("rate")]
 begun = table[~table[rates].isin(["–", "", "not made"]).all(axis=1)]
 begun = begun.loc[:, ~begun.isin(["–", "", "not made"]).all()]
@@ -394,6 +396,8 @@ if gaps["measured"].notna().any():
 else:
     text += " No difference is estimated before all runs of a part of the plan are made."
     begun = begun[[c for c in begun.columns if c == "method" or c in rates]]
+if len(at_end):
+    text += f" The plan's list of rates ends with the best rate of {', '.join(at_end)}, so that a better one may lie beyond it."
 if len(begun):
     text += " A rate such as × 1.6 is 1.6 times the paper's rate of the method. The columns with a rate show the accuracy on the 15,000 images."
 display(Markdown(text))

@@ -84,6 +84,7 @@ def context() -> dict[str, Any]:
         "tuned": tuned,
         "tuned_answer": TUNED_ANSWERS[tuned["TCS", "Baseline"]["no_loss"]] if tuned else "",
         "tuning_images": tuning_images(),
+        "rates_at_end": rates_at_end(),
         "recurrence": measure_dense_recurrence(),
         "momentum": claim("momentum-baseline"),
         "unequal": unequal_gaps(),
@@ -584,6 +585,12 @@ def tuning_images() -> dict[str, int]:
     spans = fair.load_methods(FAIR_PLAN)[0].search.tuning
     both = {"choose": spans.choose_on, "score": spans.score_on}
     return {use: sum(end - start for start, end in found) for use, found in both.items()}
+
+
+def rates_at_end() -> list[str]:
+    """Return the methods whose best rate is the first or the last one of the fair plan's list."""
+    table = lab.fair_table(FAIR_PLAN)
+    return list(table[table["at_end"]]["scheme"])
 
 
 PAPERS_IMAGES = 50_000  # training images of CIFAR-10

@@ -169,17 +169,18 @@ def make_plans(arguments: argparse.Namespace) -> int:
         print(_describe_left(*_sum(_list_stages(arguments, changes), arguments.results), jobs or 1))
         return 0
 
-    def wanted() -> list[Job]:
+    wanted: list[Job] = []  # as of the last time that the queue asked
+
+    def plan_all() -> list[Job]:
         named = _each_stage(arguments, lambda file: plan_jobs(file, changes, arguments.results))
-        return [job for _, _, stage in named for job in stage]
+        wanted[:] = [job for _, _, stage in named for job in stage]
+        return wanted
 
     if arguments.minutes is not None:
-        return _make_in_time(arguments, wanted())
-    records = run_queue(wanted, arguments.results, jobs=jobs or 1)
+        return _make_in_time(arguments, plan_all())
+    records = run_queue(plan_all, arguments.results, jobs=jobs or 1)
     print(f"{len(records)} runs are made")
-    return _report_diverged(
-        {job.path(arguments.results): job for job in wanted()}.values(), records
-    )
+    return _report_diverged({job.path(arguments.results): job for job in wanted}.values(), records)
 
 
 def _check_minutes(arguments: argparse.Namespace) -> None:

@@ -28,9 +28,9 @@ from tcs_lab.evidence.judging import (
     judge_interval,
 )
 from tcs_lab.runs.index import find_records
-from tcs_lab.runs.parameters import read_params
+from tcs_lab.runs.parameters import plan, read_params
 from tcs_lab.runs.plans import Plan, Search, find_searches, plan_runs, read_plan
-from tcs_lab.runs.records import load_records, read_record, record_path
+from tcs_lab.runs.records import check_same_data, load_records, read_record, record_path
 from tcs_lab.runs.runs import Run
 from tcs_lab.support.errors import reject_unknown, validate
 from tcs_lab.support.paths import ROOT
@@ -156,7 +156,8 @@ def fair_table(path: str | Path, results: str | Path | None = None) -> pd.DataFr
     """Make a table with a row for each method of a tuned plan.
 
     `tried` maps factors to validation accuracies in percent (nan: not made, minus infinity:
-    diverged), `chosen` and `rate` are the best factor and its learning rate, `n` of `planned` scored
+    diverged), `chosen` and `rate` are the best factor and its learning rate, `at_end` says whether the
+    plan's list of rates ends with it, so that a better one may lie beyond, `n` of `planned` scored
     runs are made, `accuracy` and `deviation` are over them in percent on the images that score,
     `megabytes_up` and `megabytes_down` are one client's whole run with its dense start, and
     `diverged` names runs. A method of which a run diverged has no accuracy. Before all runs of a
@@ -173,10 +174,12 @@ def _fair_row(method: TunedScheme) -> dict[str, Any]:
     rate = math.nan
     if method.chosen is not None:
         rate = method.search.config(method.chosen, method.seeds[0]).identity()["learning_rate"]
+    grid = method.search.tuning.grid
     tried = {f: math.nan if a is None else 100 * a for f, a in method.tried.items()}
     return {
         "stage": method.stage, "scheme": method.name, "tried": tried,
         "chosen": math.nan if method.chosen is None else method.chosen, "rate": rate,
+        "at_end": method.chosen in (min(grid), max(grid)),
         "n": len(method.scored), "planned": len(method.seeds),
         "accuracy": fmean(values) if values else math.nan,
         "deviation": stdev(values) if len(values) > 1 else math.nan,
@@ -188,7 +191,9 @@ def _fair_row(method: TunedScheme) -> dict[str, Any]:
 def fair_model(methods: Iterable[TunedScheme]) -> Comparison:
     """The pooled model of scored runs, by method and seed, with the images that each got right. Only the
     images that score count."""
-    accuracies, right = {}, {}
+    methods, accuracies, right = list(methods), {}, {}
+    scored = [record for method in methods for record in method.scored.values()]
+    check_same_data(scored, f"scored runs of {', '.join(method.name for method in methods)}")
     for method in methods:
         for seed, accuracy in method.accuracies.items():
             accuracies[method.name, seed] = accuracy
@@ -312,7 +317,9 @@ def _add_judged_records(
     if {name for name, _ in question.schemes} <= there:
         return dict(found)
     profile = read_params([Path(path).parent / str(read.profile)])["profile"]
-    return load_planned_records(profile, results)[1] | dict(found)
+    joined = load_planned_records(profile, results)[1] | dict(found)
+    check_same_data(joined.values(), f"runs of stage {question.stage} and judged ones")
+    return joined
 
 
 # A prediction ─────────────────────────────────────────────────────────────────────────────────────
@@ -325,16 +332,15 @@ def compare_prediction(path: str | Path, results: str | Path | None = None) -> p
     """Compare a prediction with what was measured, in a row for each version and scheme.
 
     `points` is the prediction, with `low` and `high` of its interval; `paper` is what the paper prints,
-    and `measured` the difference to the Baseline in runs of the paper's size and length, over `n`
-    seeds (nan and 0 as long as there are none).
+    and `measured` the difference to the Baseline in runs with the paper's settings, over `n` seeds (nan
+    and 0 as long as there are none). Two runs are compared if they have the same data.
     """
-    read = read_params([path])
-    ends = _full_length_accuracies(results)
-    base = ends.get("Baseline", {})
-    rows = []
+    read, rows = read_params([path]), []
+    base = _full_length_accuracies("Baseline", results)
     for version in read["versions"]:
         for name, loss in version["loses"].items():
-            gaps = [end - base[s] for s, end in ends.get(name, {}).items() if s in base]
+            ends = _full_length_accuracies(name, results)
+            gaps = [end - base[run] for run, end in ends.items() if run in base]
             rows.append({
                 "date": str(version["date"]), "made_by": version["made_by"], "scheme": name,
                 "points": math.nan if loss["points"] is None else loss["points"],
@@ -345,18 +351,19 @@ def compare_prediction(path: str | Path, results: str | Path | None = None) -> p
     return pd.DataFrame(rows)
 
 
-def _full_length_accuracies(results: str | Path | None) -> dict[str, dict[int, float]]:
-    """Final accuracies in percent by scheme and seed, of runs as long and as large as the paper's."""
-    paper = read_params([ROOT / "params/paper.yaml"])
-    ends: dict[str, dict[int, float]] = {}
-    size = {key: paper[key] for key in ("epochs", "model", "width")}
+def _full_length_accuracies(name: str, results: str | Path | None) -> dict[tuple[str, int], float]:
+    """Final accuracies of a scheme in percent, by data and seed, in runs with the paper's settings. Which
+    kind of CIFAR-10 they have is left open."""
+    paper = read_params([ROOT / "params/paper.yaml"]) | {"learning_rate": PAPER_RATE}
+    ends = {}
     for profile in PAPER_RUNS:
-        found = find_records(Run, results, profile=profile, status="finished", **size)
+        found = find_records(Run, results, profile=profile, status="finished", scheme=name)
         for record in found.values():
-            config = record["config"]
-            if config["scheme"]["centralized"] or config["learning_rate"] == PAPER_RATE:
-                of_scheme = ends.setdefault(config["scheme"]["name"], {})
-                of_scheme[config["seed"]] = 100 * record["rows"][-1]["accuracy"]
+            config, data = record["config"], record["provenance"]["fingerprint"]
+            kind = {key: config[key] for key in ("dataset", "data_label")}
+            (same,) = plan(paper | kind | {"schemes": [name], "seeds": [config["seed"]]})
+            if record["digest"] == same.digest:
+                ends[data, config["seed"]] = 100 * record["rows"][-1]["accuracy"]
     return ends
 
 
@@ -376,12 +383,18 @@ def readable_fair(table: pd.DataFrame) -> pd.DataFrame:
         level = "–" if math.isnan(row["accuracy"]) else level
         rows.append({
             "method": row["scheme"], "stage": row["stage"], **tried,
-            "chosen rate": "–" if math.isnan(row["rate"]) else f"{row['rate']:g}",
+            "chosen rate": _chosen(row),
             "scored runs": f"{row['n']} of {row['planned']}",
             "score, %": f"diverged: {row['diverged']}" if row["diverged"] else level,
             "MB both ways": format_number(both, 4) if both > 0 else "–",
         })  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def _chosen(row: Mapping[str, Any]) -> str:
+    if math.isnan(row["rate"]):
+        return "–"
+    return f"{row['rate']:g}" + (" (the list ends here)" if row["at_end"] else "")
 
 
 def _tried(accuracy: float) -> str:

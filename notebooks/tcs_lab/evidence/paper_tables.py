@@ -28,13 +28,13 @@ class Drawn(NamedTuple):
 
 def draw_table(
     params: dict[str, Any], records: Sequence[dict[str, Any]], planned: Iterable[RunConfig],
-    folder: Path | None,
+    folder: Path | None, results: str | Path | None = None,
 ) -> Drawn:  # fmt: skip
     """Draw a table of the paper and, if there are records, its figure, and save both in the folder, if
     one is given and can be written: table<n>.csv and .md, figure<m>.png and .svg.
 
     `params` is what the files of table and profile say together. If the profile has a planned model,
-    the differences are the model's. Raises ValueError if the number of the table or of its figure, or
+    the differences are those of the model of all records in the folder `results`. Raises ValueError if the number of the table or of its figure, or
     its title, is missing.
     """
     needed = ("table", "figure", "title", "profile")
@@ -43,7 +43,7 @@ def draw_table(
             f"{', '.join(missing)}: missing; a table's file such as params/table1.yaml says table, figure "
             "and title, and a profile's file says profile"
         )
-    gaps = estimate_gaps(params["profile"], records)
+    gaps = estimate_gaps(params["profile"], records, results)
     table = summary(records, params.get("paper"), planned, gaps)
     setting, picture = f"profile {params['profile']}", b""
     if records:

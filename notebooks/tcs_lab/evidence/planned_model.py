@@ -9,13 +9,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from tcs_lab.evidence.claims import Claims, SchemeAtRate, load_planned_records
 from tcs_lab.evidence.measures import MEASURES
-from tcs_lab.support.paths import ROOT
+from tcs_lab.runs.plans import JUDGED
+from tcs_lab.runs.records import check_same_data
 from tcs_lab.tables.analysis import Comparison, Estimate, images_variance, minus
 from tcs_lab.tables.tables import Record
 from tcs_lab.tables.verdicts import NOT_MEASURED
@@ -66,17 +68,19 @@ def decompose(read: Claims, records: Mapping[str, Record]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def estimate_gaps(profile: str, records: Iterable[Record]) -> dict[str, dict[str, float]] | None:
+def estimate_gaps(
+    profile: str, records: Iterable[Record], results: str | Path | None = None
+) -> dict[str, dict[str, float]] | None:
     """Estimate the differences of a table's schemes to the Baseline by the planned model, as
-    `tables.summary` takes them: accuracies 0..1.
+    `tables.summary` takes them: accuracies 0..1. The model has all planned records in the folder `results`.
 
-    None if the profile has no plan (params/<profile>_plan.yaml), or if a record is none of the model's (of other settings): then
-    there is only Student's interval over the table's own seeds.
+    None if the profile is not the judged one (`plans.JUDGED`), or if a record is none of the model's
+    (of other settings): then there is only Student's interval over the table's own seeds.
     """
     records = list(records)
-    if not records or not (ROOT / f"params/{profile}_plan.yaml").is_file():
+    if not records or profile != JUDGED:
         return None
-    read, judged_records = load_planned_records(profile)
+    read, judged_records = load_planned_records(profile, results)
     if not {record_file_name(record) for record in records} <= judged_records.keys():
         return None
     if BASELINE not in (schemes := sorted({scheme_of(record) for record in records})):
@@ -216,6 +220,11 @@ def compare_unequal_clients(
     With equal clients the difference is the planned model's over all `records`, so that it is the
     same on every page. The two have no run in common, and their variances add up (`minus`).
     """
+    together = [
+        *records.values(),
+        *itertools.chain.from_iterable(found.values() for found in there.values()),
+    ]
+    check_same_data(together, "records of equal and of unequal clients")
     equal = RunsByScheme(records)
     planned, rows = fit_model(equal), []
     for setting, found in there.items():

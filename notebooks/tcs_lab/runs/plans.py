@@ -300,15 +300,16 @@ def plan_runs(
     return {name: [job.config for job in jobs] for name, jobs in runs.items() if jobs}
 
 
-def keep_planned(configs: Iterable[RunConfig], profile: str) -> list[RunConfig]:
-    """Return those of some runs that the plan of their profile has, `params/<profile>_plan.yaml`.
+JUDGED = "evidence"  # the profile whose tables and claims params/evidence_plan.yaml has planned
 
-    Without such a file, all of them are planned.
-    """
-    path = ROOT / f"params/{profile}_plan.yaml"
-    if not path.is_file():
+
+def keep_planned(configs: Iterable[RunConfig], profile: str) -> list[RunConfig]:
+    """Return those of a table's runs that are planned: in the profile `JUDGED`, those of its plan, and in
+    other profiles all of them."""
+    if profile != JUDGED:
         return list(configs)
-    planned = {config.digest for stage in plan_runs(path).values() for config in stage}
+    stages = plan_runs(ROOT / f"params/{JUDGED}_plan.yaml").values()
+    planned = {config.digest for stage in stages for config in stage}
     return [config for config in configs if config.digest in planned]
 
 

@@ -37,8 +37,7 @@ def run_queue(
     on where it stopped.
     """
     jobs = check_parameter("jobs", jobs)
-    wanted = list(planned())
-    missing = missing_jobs(wanted, results)
+    wanted, missing = _plan_anew(planned, results)
     if missing:  # before hours of work: are the records that exist of the same data?
         read_jobs([job for job in wanted if job.is_made(results)], results)
     with Progress(missing, progress) as bar:
@@ -48,9 +47,25 @@ def run_queue(
                 bar.add(missing)
                 work(missing)
                 if len(missing_jobs(missing, results)) < len(missing):
-                    wanted = list(planned())  # a new record may decide which jobs come next
-                missing = missing_jobs(wanted, results)
+                    wanted, missing = _plan_anew(planned, results)
     return read_jobs({job.path(results): job for job in wanted}.values(), results)
+
+
+def _plan_anew(
+    planned: Callable[[], Iterable[Job]], results: str | Path | None
+) -> tuple[list[Job], list[Job]]:
+    """Return all jobs that are planned now, since a record may decide which jobs come next, and those of
+    them that are missing.
+
+    Another process may write a record while `planned` is reading. So if nothing is missing, this plans
+    again until the jobs stay the same.
+    """
+    before, wanted = None, list(planned())
+    while not (missing := missing_jobs(wanted, results)) and before != (
+        now := {job.path(results) for job in wanted}
+    ):
+        before, wanted = now, list(planned())
+    return wanted, missing
 
 
 Work = Callable[[list[Job]], None]  # works on the missing jobs until one of them has ended
@@ -106,9 +121,10 @@ def _by_workers(results: str | Path | None, jobs: int, bar: Progress) -> Iterato
             work_here([job.with_threads(share) if job.can_travel else job for job in missing])
             return
         for worker in wait_for_any(busy, None if len(busy) == jobs else _LOOK_SECONDS):
-            if worker.job:
-                bar.end(worker.job.digest)
+            ended = worker.job
             worker.finish()
+            if ended:
+                bar.end(ended.digest, ended.is_made(results))
 
     with show_rows(bar) as told, _in_this_process(results, bar) as work_here:
         try:

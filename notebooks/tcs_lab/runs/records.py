@@ -285,14 +285,15 @@ def list_missing(configs: Iterable[RunConfig], records: Iterable[Record]) -> str
     return ", ".join(missing) or "none"
 
 
-def check_same_data(records: Iterable[Record], paths: Iterable[Path]) -> None:
+def check_same_data(records: Iterable[Record], where: str | Iterable[Path]) -> None:
     """ValueError if records name the same data set, or the same cut of it, but were made of other
-    images or texts."""
+    images or texts. `where` says for the error what they are, or gives their paths."""
     seen = {(data_source(r["config"]), r["provenance"]["fingerprint"]) for r in records}
     if len(seen) > len({source for source, _ in seen}):
-        folders = ", ".join(sorted({str(path.parent) for path in paths}))
+        if not isinstance(where, str):
+            where = ", ".join(sorted({str(path.parent) for path in where}))
         raise ValueError(
-            f"{folders}: got records of different data under one name, allowed: records of the same "
+            f"{where}: got records of different data under one name, allowed: records of the same "
             "data; choose another results folder or profile for the others"
         )
 

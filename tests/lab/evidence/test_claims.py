@@ -44,8 +44,11 @@ def record(name, seed, accuracy, bits=0.0, eta=0.5, overlap=None, right=None):
         for dense in (10, 0, 0)
     ]  # fmt: skip
     rows[-1] |= {"right": pack_flags(torch.from_numpy(right))} if right is not None else {}
-    config = {"scheme": scheme, "seed": seed, "learning_rate": eta}
-    return {"config": config, "dimension": 1000, "rows": rows, "status": "finished"}
+    config = {"scheme": scheme, "seed": seed, "learning_rate": eta, "dataset": "synthetic"}
+    return {
+        "config": config, "dimension": 1000, "rows": rows, "status": "finished",
+        "provenance": {"fingerprint": "made up"},
+    }  # fmt: skip
 
 
 def group(name, *points, **more):
@@ -275,6 +278,13 @@ def unequal(*there):
     return rows, lab.estimate_difference(read, equal, ("TCS", 0.5), ("top-K", 0.5))
 
 
+def test_equal_and_unequal_clients_have_the_same_data():
+    read = claims(rest={"unequal": UNEQUAL}, it=TOP_K | {"at_least": 0})
+    other = [one | {"provenance": {"fingerprint": "other images"}} for one in OURS]
+    with pytest.raises(ValueError, match="equal and of unequal clients: got records of different"):
+        lab.compare_unequal_clients(read, files(*OURS), {"half": files(*other)})
+
+
 def test_a_pair_of_unequal_clients_has_the_interval_of_its_own_differences():
     """FedAvg scatters there by ten points, which is no matter of TCS and top-K: their differences
     are -2, -3 and -4, so that half an interval is t(2) / sqrt(3)."""
@@ -349,7 +359,7 @@ def test_differences_of_a_table_are_those_of_the_planned_model(monkeypatch):
     read = claims(it=TOP_K | {"at_least": 0})
     named = {lab.training.configuration.record_file_name(one): one for one in runs}
     monkeypatch.setattr(
-        lab.evidence.planned_model, "load_planned_records", lambda profile: (read, named)
+        lab.evidence.planned_model, "load_planned_records", lambda profile, results: (read, named)
     )
     gaps = lab.estimate_gaps("evidence", [*runs[:3], *runs[6:]])
     row = lab.estimate_difference(read, named, ("TCS", 0.5), ("Baseline", 0.1))

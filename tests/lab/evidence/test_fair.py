@@ -55,7 +55,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def write(folder, config, right, status="finished"):
+def write(folder, config, right, status="finished", data="made up"):
     """A record of this run, right on these of the 60 images, where the program looks for it."""
     right_I = np.asarray(right, dtype=bool)
     row = {"epoch": 1, "rounds": 10, "dense_rounds": 1, "accuracy": float(right_I.mean()),
@@ -63,7 +63,7 @@ def write(folder, config, right, status="finished"):
            "right": pack_flags(torch.from_numpy(right_I))}  # fmt: skip
     record = {"version": 1, "digest": config.digest, "status": status, "config": config.identity(),
               "dimension": 1000, "rows": [row] if status == "finished" else [],
-              "provenance": {"fingerprint": "made up", "wall_seconds": 1.0}}  # fmt: skip
+              "provenance": {"fingerprint": data, "wall_seconds": 1.0}}  # fmt: skip
     path = lab.record_path(config, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record), encoding="utf-8")
@@ -260,8 +260,27 @@ def test_the_table_has_rates_scores_and_bytes(folder):
     shown = readable.set_index("method")["chosen rate"]
     assert (shown["TCS"], shown["Baseline"]) == ("0.5", "0.1")
     assert "0.5" not in shown["top-K"]  # no rate is chosen yet
+    assert not table["at_end"].any()
     shown = lab.readable_fair_differences(lab.fair_differences(folder / "fair.yaml", folder))
     assert "TCS − Baseline" in set(shown["difference, points"])
+
+
+@pytest.mark.parametrize("best", [0.5, 2.0])
+def test_it_is_said_that_the_list_of_rates_ends_with_the_best_one(folder, best):
+    tune(folder, "TCS", best=best)
+    table = lab.fair_table(folder / "fair.yaml", folder)
+    assert list(table[table["at_end"]]["scheme"]) == ["TCS"]
+    shown = lab.readable_fair(table).set_index("method")["chosen rate"]
+    assert shown["TCS"] == f"{0.5 * best:g} (the list ends here)"
+
+
+def test_runs_of_different_data_are_not_compared(folder):
+    whole_main(folder)
+    write(folder, searches(folder)["TCS"].config(1.0, 2), images(0, 41), data="others")
+    with pytest.raises(
+        ValueError, match="scored runs of Baseline, FedAvg, TCS: got records of diff"
+    ):
+        lab.fair_differences(folder / "fair.yaml", folder)
 
 
 @pytest.mark.parametrize("seeds", [[1], [1, 2]])
@@ -441,6 +460,15 @@ def test_a_prediction_stands_beside_runs_of_its_length_alone(tmp_path):
     made("Baseline", 0.9, epochs=60)
     made("TCS", 0.5, epochs=60)
     made("TCS", 0.885)
+    for other in (
+        {"clients": 100},
+        {"batch_size": 8},
+        {"phi_global": 1e-3},
+        {"train_samples": 5000},
+    ):
+        for profile in ("paper", "gpu"):  # whatever comes first by its name
+            made("TCS", 0.2, profile=profile, **other)
+    made("Baseline", 0.2, profile="gpu", centralized_learning_rate=1.0)
     table = lab.compare_prediction(path, tmp_path)
     assert table["n"].tolist() == [0, 0] and table["measured"].isna().all()
     assert set(lab.readable_prediction(table)["measured"]) == {"not tested at the paper's length"}

@@ -12,9 +12,10 @@ from tcs_lab.__main__ import main
 from tcs_lab.runs.checkpoints import checkpoint_path, epochs_kept
 from tcs_lab.runs.estimates import expect
 from tcs_lab.runs.jobs import missing_jobs
-from tcs_lab.runs.plans import jobs_to_follow
+from tcs_lab.runs.plans import jobs_to_follow, read_plan
 from tcs_lab.runs.runs import Run
 from tcs_lab.support.files import hold_lock, write_json
+from tcs_lab.support.paths import ROOT
 from tcs_lab.training.training import measure_accuracy, pack_flags
 
 IMAGES = 40  # tested after the last epoch of a hand-made record
@@ -217,10 +218,26 @@ def test_a_queue_asks_its_plan_anew_after_each_run(tmp_path, small):
 
     records = lab.runs.run_queue(planned, tmp_path)
     assert [record["config"]["scheme"]["name"] for record in records] == ["TCS-L2-Q5", "top-K"]
-    assert asked_for == [False, True, True]
+    assert asked_for == [False, True, True, True]  # once more, when nothing seems to be left
     assert [numbers(r) for r in records] == [
         numbers(lab.run(run.config, tmp_path / "x")) for run in planned()
     ]
+
+
+def test_a_record_that_comes_while_the_plan_is_read_does_not_end_a_queue(tmp_path, small):
+    """Another process writes it after the plan has looked for it."""
+    first, second = (Run(config(name, epochs=1)) for name in ("TCS", "top-K"))
+    elsewhere = lab.run(first.config, tmp_path / "elsewhere")
+
+    def planned():
+        is_there = first.is_made(tmp_path)
+        if not is_there:
+            first.path(tmp_path).parent.mkdir(parents=True, exist_ok=True)
+            write_json(first.path(tmp_path), elsewhere)
+        return [first, second] if is_there else [first]
+
+    records = lab.runs.run_queue(planned, tmp_path, progress=False)
+    assert [record["config"]["scheme"]["name"] for record in records] == ["TCS", "top-K"]
 
 
 def test_a_queue_leaves_a_run_to_the_process_that_makes_it(tmp_path, small, monkeypatch):
@@ -272,7 +289,7 @@ def test_a_queue_that_waits_for_another_process_says_so_once(tmp_path, small, mo
         later.start()
         assert lab.runs.run_queue(planned, tmp_path, progress=False) == [elsewhere]
         later.join()
-    assert asked == [False, True]
+    assert asked == [False, True, True]
     assert capsys.readouterr().err.count(path.stem) == 1
 
 
@@ -402,3 +419,11 @@ def test_of_a_run_that_was_stopped_the_rest_is_left(tmp_path, small):
         lab.run(one, tmp_path, stop)
     assert epochs_kept(one) == 1
     assert expect([Run(one)], tmp_path).hours == pytest.approx(4)
+
+
+def test_a_file_of_another_kind_is_told_what_it_lacks():
+    with pytest.raises(ValueError) as raised:
+        read_plan(ROOT / "params" / "evidence.yaml")
+    said = str(raised.value)
+    assert "evidence.yaml: stages: got none, but it is needed; there is profile, dataset, " in said
+    assert len(said) < 600
