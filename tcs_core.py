@@ -95,6 +95,7 @@ import sys
 import warnings
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -694,8 +695,11 @@ def kept(phi: float, dimension: int) -> int:
 
     `phi` is a fraction above 0 and at most 1, which is not checked.
     """
-    # The product is rounded to 9 decimals, so that a rounding error cannot increase K.
-    return max(1, math.ceil(round(_number(phi) * _number(dimension), 9)))
+    product = _number(phi) * _number(dimension)
+    whole = round(product)
+    # a rounding error of the product must not increase K
+    is_whole = math.isclose(product, whole, rel_tol=4e-16, abs_tol=5e-10)
+    return max(1, whole if is_whole else math.ceil(product))
 
 
 def top_k_positions(
@@ -1173,16 +1177,16 @@ def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tenso
     q = log2(P) + 1 bits. Zeros get the code of the last interval with a positive sign, and are left
     out of its mean. Empty intervals have mean 0.
 
-    Raises ValueError for another shape, if there is no value, if a value is not finite, or for a
-    number of intervals that is not a whole number >= 1.
+    Raises ValueError for another shape, if there is no value, if a value is not finite in float32,
+    or for a number of intervals that is not a whole number >= 1.
     """
     intervals = _check_whole("intervals", intervals, 1)
     values_K = _check_tensor("values", values_K).detach()
     if values_K.dim() != 1:
         raise ValueError(f"values: got shape {tuple(values_K.shape)}, allowed: one dimension")
-    if not len(values_K) or not values_K.isfinite().all():
+    if not len(values_K) or not values_K.float().isfinite().all():
         what = "NaN or infinity" if len(values_K) else "none"
-        raise ValueError(f"values: got {what}, allowed: finite numbers")
+        raise ValueError(f"values: got {what}, allowed: finite numbers of float32")
     return _fractional(values_K, intervals)
 
 
@@ -1410,10 +1414,10 @@ class Message:
 def _check_quantized(name: str, given: Any, count: int, intervals: int) -> None:
     """Raise ValueError unless `given` are codes (count,) int32 and means (P,) float32.
 
-    On a CPU, if there are any codes, their numbers are checked, too: codes have to lie in 0..2P -
-    1, and means have to be finite and at least 0. `name` is the quantizer's name for the error
-    message. This checks the results of quantizers other than the paper's, and every quantized
-    message that is to become bytes.
+    On a CPU, the numbers are checked, too: codes have to lie in 0..2P - 1, and means have to be
+    finite and at least 0. `name` is the quantizer's name for the error message. This checks the
+    results of quantizers other than the paper's, and every quantized message that is to become
+    bytes.
     """
     two = isinstance(given, tuple | list) and len(given) == 2
     if not two or not all(isinstance(part, Tensor) for part in given):
@@ -1425,9 +1429,9 @@ def _check_quantized(name: str, given: Any, count: int, intervals: int) -> None:
         words = "codes {} {} and means {} {}"
         allowed = words.format(*fit)
         raise ValueError(f"quantizer {name}: got {words.format(*got)}, allowed: {allowed}")
-    if not is_on_cpu(codes) or not count:
+    if not is_on_cpu(codes):
         return
-    low, high = int(codes.min()), int(codes.max())
+    low, high = (int(codes.min()), int(codes.max())) if count else (0, 0)
     if not 0 <= low <= high < 2 * intervals:
         allowed = f"0 to {2 * intervals - 1}"
         raise ValueError(f"quantizer {name}: got codes {low} to {high}, allowed: {allowed}")
@@ -1575,13 +1579,15 @@ def _check_values(message: Message, wire: Wire) -> None:
             got = f"{len(values)} values and {len(message.positions)} positions"
             allowed = f"{wire.dimension} values and no positions"
             raise ValueError(f"values: got {got}, allowed in a dense message: {allowed}")
-        return
-    if len(values) < len(message.positions):
+    elif not len(message.positions) <= len(values) <= wire.dimension:
         got = f"{len(values)} for {len(message.positions)} positions"
-        raise ValueError(f"values: got {got}, allowed: at least one per position")
-    if (codes is None or means is None) == bool(wire.intervals):
+        allowed = f"at least one per position, and at most {wire.dimension}"
+        raise ValueError(f"values: got {got}, allowed: {allowed}")
+    intervals = 0 if message.dense else wire.intervals
+    if (codes is not None, means is not None) != (bool(intervals), bool(intervals)):
         got = "float32 values" if codes is None else "quantized values"
-        raise ValueError(f"values: got {got}, allowed on this wire: {wire.value_bits} bits a value")
+        bits = 32 if message.dense else wire.value_bits
+        raise ValueError(f"values: got {got}, allowed in this message: {bits} bits a value")
     if codes is not None and means is not None:
         _check_quantized("of the message", (codes, means), len(values), wire.intervals)
         if not torch.equal(_dequantize(codes, means), values):
@@ -1622,7 +1628,9 @@ def decode_message(
         reader = CODES["block" if kind == _PLAIN else wire.code]
         found = reader.decode(code, len(shared_K), own, wire)
         message = dataclasses.replace(found, sender=who, round=when)
-        if torch.isin(message.positions, shared_K).any():
+        # both are ascending; `isin` would need several times the memory
+        places_K = torch.searchsorted(shared_K, message.positions).clamp_(max=len(shared_K) - 1)
+        if len(shared_K) and (shared_K[places_K] == message.positions).any():
             raise ValueError("message: got positions of the shared mask, allowed: only others")
     if not message.values.isfinite().all():
         raise ValueError("message: a value is NaN or infinity, allowed: finite values")
@@ -1839,6 +1847,7 @@ class MaskRule:
     """
 
     keeps: tuple[str, ...] = ()
+    resized: tuple[str, ...] = ()  # those of `keeps` that can have another length in any round
     # For schemes whose clients, or whose server, store more than errors. None means `Client` and
     # `Server`.
     client_type: type[Client] | None = None
@@ -1945,7 +1954,7 @@ class MaskRule:
 
         - If it is a tensor, a number or None, any of these three is allowed. But if it is a tensor
           and the state has a tensor, too, both need the same dtype and number of dimensions and, if
-          the attribute is a vector (D,), the same length.
+          the attribute is a vector (D,) that `resized` does not name, the same length.
         - If it is anything else, such as a string, a value of the same type is allowed.
 
         A rule that knows more about its values extends this method.
@@ -1962,7 +1971,8 @@ class MaskRule:
                 _refuse(f"state: rule: {key}", given, "a tensor, a number or None")
             if isinstance(mine, Tensor) and isinstance(given, Tensor):
                 other_type = mine.dtype != given.dtype or mine.dim() != given.dim()
-                if other_type or mine.shape == (self.dimension,) != given.shape:
+                is_whole = mine.shape == (self.dimension,) and key not in self.resized
+                if other_type or (is_whole and mine.shape != given.shape):
                     check_same_state(f"state: rule: {key}", given, mine)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -2007,9 +2017,9 @@ class TopK(MaskRule):
     """Top-K (Sec. I-C): there is no shared mask. Each client sends its own S_top, with all
     positions."""
 
-    def own_count(self, shared: int) -> int:
-        """Return the size of an own mask, which replaces no shared one."""
-        return self.k_local
+    def _set_sizes(self) -> None:
+        """Set the size of a client's own mask. A `phi_global` has no meaning here."""
+        self.k_global, self.k_local = 0, self.size(self.scheme.phi_local, self.dimension)
 
 
 @register_scheme("rand-K", phi_global=1e-2, phi_local=None)
@@ -2029,6 +2039,7 @@ class TCS(MaskRule):
     last update."""
 
     keeps: tuple[str, ...] = ("positions", "magnitudes_K")
+    resized = keeps
     positions: Tensor | None = None  # of the shared mask, ascending; None before the first update
     # |last update| at `positions`, kept only after a round whose masks were larger than usual
     magnitudes_K: Tensor | None = None
@@ -2058,7 +2069,7 @@ class TCS(MaskRule):
         before_K, fair = self.positions, self.scheme.phi_min_global
         among_K, self.among_K = self.among_K, None
         chosen_K = self.select(update_D, self.k_global, fair, among_K=among_K)  # line 5
-        magnitudes_K = update_D[chosen_K].abs() if self.mask_factor != 1 else None
+        magnitudes_K = update_D[chosen_K].abs().float() if self.mask_factor != 1 else None
         if is_on_cpu(update_D):
             # Usually the first of these entries is nonzero, so that the others need not be read.
             if not update_D[chosen_K[:1]].any() and not update_D[chosen_K].any():
@@ -2743,12 +2754,18 @@ class Client:
             tensor.zero_()
 
     def scale_(self, factor: float) -> None:
-        """Multiply the errors and all other tensors that `keeps` names by a factor, because their
-        unit changes. `Compressor.scale_errors_` calls this and says when. Raises ValueError for a
-        factor that is not finite."""
+        """Multiply the errors, all other tensors that `keeps` names, and what is remembered of a
+        message in flight by a factor, because their unit changes.
+
+        `Compressor.scale_errors_` calls this and says when. Raises ValueError for a factor that is
+        not finite.
+        """
         factor = _check_factor(factor)
         for tensor in self._kept_tensors().values():
             tensor.mul_(factor)
+        if (flight := self.in_flight) is not None:
+            intended_K, values_K = flight.intended_K * factor, flight.values_K * factor
+            self.in_flight = flight._replace(intended_K=intended_K, values_K=values_K)
 
     def _kept_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that `keeps` names, without those that are None."""
@@ -3260,8 +3277,9 @@ class Compressor:
 
         If anything is raised during the round, no message counts as received: errors hold what was
         meant to be sent, the mask is the same as before, and the next round has the next number.
-        (Errors that have overflowed become 0. If the sum of the messages has overflowed, the errors
-        of all clients that were heard become 0, since it would overflow again in the next round.)
+        (Errors that have overflowed become 0. If the server's sum of the messages, or of its own
+        errors and the average, has overflowed, the errors of all clients that were heard become 0,
+        too, since it might overflow again in the next round.)
         In a scheme without errors, what was sent in this round is lost. If a round is interrupted
         at its very end, while errors are updated, `step`, `round`, `scale_errors_` and `state_dict`
         raise ValueError until a state is loaded.
@@ -3718,12 +3736,22 @@ class Federation:
         self.server_optimizer: torch.optim.Optimizer | None = None
         if server_optimizer is not None:
             self.server_theta = nn.Parameter(self.theta_D.clone())  # what it updates
+            self._make_server_optimizer = server_optimizer
             self.server_optimizer = server_optimizer([self.server_theta])
             _check_made("server_optimizer", self.server_optimizer, [self.server_theta])
             decays = [group.get("weight_decay") for group in self.server_optimizer.param_groups]
             if weight_decay and any(decays):
                 got = f"got {weight_decay}, and the server_optimizer has {decays[0]}"
                 raise ValueError(f"weight_decay: {got}, allowed: one of the two")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the object after pickling or a deep copy. The optimizer is made anew, because a
+        copy of it would be without its hooks."""
+        self.__dict__ |= state
+        if self.server_optimizer is not None:
+            copied = self._make_server_optimizer([self.server_theta])
+            copied.load_state_dict(self.server_optimizer.state_dict())
+            self.server_optimizer = copied
 
     # Attributes of the trainer.
     model = property(lambda self: self.trainer.model)
@@ -3747,7 +3775,8 @@ class Federation:
         was not finite is replaced by a new one.
 
         If an exception comes at the end of the round, while theta is updated, `round`, `evaluated`,
-        `averaged_state_dict` and `state_dict` raise ValueError until a state is loaded.
+        `averaged_state_dict` and `state_dict` raise ValueError until a state is loaded. During a
+        round, for instance in `on_delta`, these and `load_state_dict` raise it, too.
         """
         chosen = self.compressor.check_clients(clients)
         self._check_usable("round")
@@ -3836,8 +3865,15 @@ class Federation:
             _descend(theta_D, self.momentum_D, eta, out=theta_D)  # Alg. 3, line 8
         self.trainer.put_theta()
 
+    def _check_between_rounds(self, what: str) -> None:
+        """Raise ValueError during a round, when the module is a client's."""
+        if self.trainer.is_lent:
+            got = f"got called during round {self.t - 1}"
+            raise ValueError(f"{what}: {got}, allowed: between two rounds")
+
     def _check_usable(self, what: str) -> None:
-        """Raise ValueError after an interrupted round."""
+        """Raise ValueError during a round, and after an interrupted one."""
+        self._check_between_rounds(what)
         if not self.is_whole:
             got = f"{what}: round {self.t - 1} was interrupted while theta moved, and is half done"
             raise ValueError(
@@ -3951,6 +3987,7 @@ class Federation:
         `schedule`, `weight_decay`, `weights`, `link`, the batches themselves) are not part of a
         state: give the same ones again.
         """
+        self._check_between_rounds("load_state_dict")
         self._check_not_shown("load_state_dict")
         self.flat.check_unchanged()
         made = self._check_state(state)
@@ -4034,6 +4071,7 @@ class LocalTrainer:
     """
 
     first_eta: float | None = None  # the first rate of a schedule that sets optimizers' rates
+    is_lent = False  # whether the module is in a round, see `lend_module`
 
     def __init__(
         self, model: nn.Module, feed: Any, scheme: Scheme, *,
@@ -4051,7 +4089,8 @@ class LocalTrainer:
         self.statistics_NS = self.left_S.repeat(feed.clients, 1)
         self.losses_N = torch.zeros(feed.clients, dtype=torch.float32, device=self.flat.device)
         self.make_views()
-        self.flat.read_(self.theta_views)
+        with self._in_training_modes():
+            self.flat.read_(self.theta_views)
 
     def use(self, model: nn.Module) -> None:
         """Train on this module from now on, and allocate memory for gradients.
@@ -4071,7 +4110,9 @@ class LocalTrainer:
         self.theta_views: list[Tensor] = self.flat.views(self.theta_D)
         self.gradient_views = self.flat.views(self.gradient_D)
         self.local_views = self.flat.views(self.local_D) if len(self.local_D) else []
-        self.statistics_views = [row.split(self.flat.norm_sizes) for row in self.statistics_NS]
+        rows = [row.split(self.flat.norm_sizes) for row in self.statistics_NS]
+        # `data` counts its changes apart: a norm's change must not spoil another's backward pass
+        self.statistics_views = [[part.data for part in row] for row in rows]
 
     def begin(self, chosen: list[int], t: int | Tensor, eta: float | Tensor) -> None:
         """Prepare for round t, in which `difference` will be called for these clients, in this
@@ -4158,6 +4199,8 @@ class LocalTrainer:
             if self.first_eta is not None:
                 _check_rate(found, self.first_eta)
             made[n] = found
+        else:  # a copied trainer has another module, but its original's optimizers
+            _check_made("local_optimizer", made[n], self.flat.parameters)
         return made[n]
 
     def _steps(self, n: int, t: int | Tensor) -> Iterator[int]:
@@ -4221,7 +4264,8 @@ class LocalTrainer:
         self.flat.check_unchanged()
         now_S = self.flat.statistics()
         check_same_state("model: statistics of its norms", now_S, self.left_S)
-        self.flat.read_(self.theta_views)
+        with self._in_training_modes():
+            self.flat.read_(self.theta_views)
         if not statistics:
             return
         changed = (now_S != self.left_S).any()  # loaded, or trained elsewhere
@@ -4235,6 +4279,25 @@ class LocalTrainer:
         self.flat.put(self.theta_views)
 
     @contextlib.contextmanager
+    def _in_training_modes(self) -> Iterator[None]:
+        """Put all modules into the modes that they have in training, and restore their modes
+        afterwards.
+
+        Parameters are read and written only there, because a module may have others in eval mode,
+        such as weights into which adapters are merged.
+        """
+        modules = list(self.model.modules())
+        modes = [m.training for m in modules]
+        if self.model.training or len(self._modes) != len(modes):
+            self._modes = _training_modes(self.model)
+        if modes != self._modes:
+            _set_modes(modules, self._modes)
+        try:
+            yield
+        finally:
+            _set_modes(modules, modes)
+
+    @contextlib.contextmanager
     def lend_module(self) -> Iterator[None]:
         """Put the module into training mode for a round, and restore it afterwards. This is a
         context manager; `Federation.round` does the round inside of it.
@@ -4245,32 +4308,30 @@ class LocalTrainer:
         statistics from before the round. If anything is raised, theta is copied into the module,
         and the clients' statistics are restored, too. Torch's random state is restored in any case.
         """
-        modules, buffers = list(self.model.modules()), self.flat.statistics_buffers()
-        modes = [m.training for m in modules]
-        if self.model.training or len(self._modes) != len(modes):
-            self._modes = _training_modes(self.model)
-        gradients = [p.grad for p in self.flat.parameters]
+        buffers, gradients = self.flat.statistics_buffers(), [p.grad for p in self.flat.parameters]
         devices = [self.flat.device] if self.flat.device.type == "cuda" else []
-        before_NS = self.statistics_NS.clone()
-        try:
-            if modes != self._modes:
-                _set_modes(modules, self._modes)
-            for p in self.flat.parameters:
-                p.grad = None
-            with torch.random.fork_rng(devices):  # restores torch's generators after the round
-                yield
-        except BaseException:
-            self.statistics_NS.copy_(before_NS)
-            self.put_theta()
-            raise
-        finally:
-            self.flat.lend(buffers)
-            if buffers:
-                torch._foreach_copy_(buffers, list(self.left_S.split(self.flat.norm_sizes)))
-                self.left_S = self.flat.statistics()
-            for p, gradient in zip(self.flat.parameters, gradients, strict=True):
-                p.grad = gradient
-            _set_modes(modules, modes)
+        before_NS, was_training = self.statistics_NS.clone(), self.model.training
+        with self._in_training_modes():
+            self.is_lent = True
+            try:
+                if not was_training:
+                    self.put_theta()  # merging and splitting weights would leave rounding errors
+                for p in self.flat.parameters:
+                    p.grad = None
+                with torch.random.fork_rng(devices):  # restores torch's generators after the round
+                    yield
+            except BaseException:
+                self.statistics_NS.copy_(before_NS)
+                self.put_theta()
+                raise
+            finally:
+                self.is_lent = False
+                self.flat.lend(buffers)
+                if buffers:
+                    torch._foreach_copy_(buffers, list(self.left_S.split(self.flat.norm_sizes)))
+                    self.left_S = self.flat.statistics()
+                for p, gradient in zip(self.flat.parameters, gradients, strict=True):
+                    p.grad = gradient
 
     def average_statistics(self, clients: list[int], weights: list[float] | None) -> Tensor:
         """Return the average of these clients' running statistics by their weights, (S,)."""
@@ -4284,7 +4345,8 @@ class LocalTrainer:
     def load(self, theta_D: Tensor, statistics_NS: Tensor, left_S: Tensor) -> None:
         """Load theta and statistics from a saved state, also into the module."""
         self.theta_D.copy_(theta_D)
-        self.put_theta()
+        with self._in_training_modes():
+            self.put_theta()
         self.statistics_NS.copy_(statistics_NS)
         if buffers := self.flat.statistics_buffers():
             parts = left_S.to(self.flat.device).split(self.flat.norm_sizes)
@@ -4293,9 +4355,12 @@ class LocalTrainer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the object after pickling or a deep copy, where each tensor received separate
-        memory."""
+        memory. Optimizers are made anew, because copies of them would be without their hooks."""
         self.__dict__ |= state
         self.make_views()
+        copied, self.optimizers = self.optimizers, {}
+        for n, optimizer in copied.items():
+            self.optimizer_of(n, self.optimizers).load_state_dict(optimizer.state_dict())
 
 
 class FlatView:
@@ -4317,15 +4382,7 @@ class FlatView:
                 "model: got no parameter that is trained, allowed: one or more (p.requires_grad_())"
             )
         self.names, self.parameters = list(named), list(named.values())
-        starts: dict[Any, str] = {}
-        for name, p in named.items():
-            start = p.untyped_storage()._cdata, p.storage_offset()
-            if starts.setdefault(start, name) != name:
-                got = f"model: {name}: got the memory of {starts[start]}"
-                raise ValueError(f"{got}, allowed: its own (tie the nn.Parameter itself)")
-            if any(step == 0 for step, d in zip(p.stride(), p.shape, strict=True) if d > 1):
-                what = "got one whose entries share memory, allowed: each its own (p.clone())"
-                raise ValueError(f"model: {name}: {what}")
+        _check_memory(named)
         for name, m in model.named_modules():
             scripted = isinstance(m, torch.jit.ScriptModule)
             if scripted and getattr(m, "running_mean", None) is not None:
@@ -4465,6 +4522,28 @@ class FlatView:
         }
 
 
+def _check_memory(named: dict[str, nn.Parameter]) -> None:
+    """Raise ValueError if an entry of these parameters has the memory of another one."""
+    owners: dict[int, dict[str, nn.Parameter]] = {}  # by storage
+    for name, p in named.items():
+        owners.setdefault(p.untyped_storage()._cdata, {})[name] = p
+        if any(step == 0 for step, d in zip(p.stride(), p.shape, strict=True) if d > 1):
+            what = "got one whose entries share memory, allowed: each its own (p.clone())"
+            raise ValueError(f"model: {name}: {what}")
+    for parts in owners.values():
+        if len(parts) == 1:
+            continue
+        names, some = list(parts), next(iter(parts.values()))
+        size = some.untyped_storage().nbytes() // some.element_size()
+        taken = torch.full((size,), -1, dtype=torch.int32, device="cpu")  # by which of the names
+        for place, (name, p) in enumerate(parts.items()):
+            part = taken.as_strided(p.shape, p.stride(), p.storage_offset())
+            if p.numel() and (other := int(part.max())) >= 0:
+                got = f"model: {name}: got the memory of {names[other]}"
+                raise ValueError(f"{got}, allowed: its own (tie the nn.Parameter itself)")
+            part.fill_(place)
+
+
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that are trained, by name, each once. Frozen and empty ones are left
     out.
@@ -4556,13 +4635,14 @@ class Feed:
 
     At the beginning of every pass over a client's iterable, `set_epoch` is called with the number
     of the pass, counted from 0, on everything that has such a method: the iterable, its data set,
-    its samplers, and the objects that these contain. (If several clients share a data set, it is
-    called for each of them.) Then torch's random numbers are seeded from (seed, client, pass), so
-    that a loader shuffles in the same way again when a run is resumed. The `generator` of the
-    loader and those of its samplers are seeded, too. Once the pass has begun, torch's global random
-    state is restored, but not these generators. Some random numbers are not repeated after a
-    resume: those that are drawn later in a pass, such as for a shuffle buffer, and those that numpy
-    or Python's `random` draw.
+    its samplers, and the objects that these contain. If several clients share one of these, such as
+    a data set of which each has a part, it is called again whenever the next batch belongs to
+    another pass than the last one. At the beginning of a pass, torch's random numbers are seeded
+    from (seed, client, pass), so that a loader shuffles in the same way again when a run is
+    resumed. The `generator` of the loader and those of its samplers and data sets are seeded, too.
+    Once the pass has begun, torch's global random state is restored, but not these generators. Some
+    random numbers are not repeated after a resume: those that are drawn later in a pass, such as
+    for a shuffle buffer, and those that numpy or Python's `random` draw.
 
     Your own feed class needs `clients`, the number of clients, and `batch(n, round, tau)`. It may
     have `state_dict`, `check_state` and `load_state_dict`, for states of a `Federation`.
@@ -4606,6 +4686,13 @@ class Feed:
         self.passes = [0] * self.clients  # how many passes each client has begun
         self.given = [0] * self.clients  # how many batches of its current pass it has received
         self._running: list[Iterator[Any] | None] = [None] * self.clients
+        hearing = [
+            [part for part in _parts_of(source) if callable(getattr(part, "set_epoch", None))]
+            for source in self.sources
+        ]
+        owners = Counter(id(part) for parts in hearing for part in parts)
+        self._shared = [[part for part in parts if owners[id(part)] > 1] for parts in hearing]
+        self._told: dict[int, int] = {}  # the last number of a pass, by id of a shared part
 
     def batch(self, n: int, round: Any, tau: int) -> Any:
         """Return client n's next batch. It is meant for local step `tau` of round `round`; both are
@@ -4618,6 +4705,8 @@ class Feed:
         running = self._running[n]
         if running is None and self.given[n]:  # a loaded state continues in the middle of a pass
             running = self._begin_pass(n, self.passes[n], skip=self.given[n])
+        if running is not None:
+            self._tell_epoch(self._shared[n], self.passes[n] - 1)
         try:
             batch = _END if running is None else next(running, _END)
         except BaseException:
@@ -4642,9 +4731,8 @@ class Feed:
         # The last number makes this seed differ from that of a round with the pass's number.
         source, seed = self.sources[n], random_seed(self.seed, number, n, 1)
         parts = _parts_of(source)
-        for part in parts:
-            if callable(tell := getattr(part, "set_epoch", None)):
-                tell(number - 1)
+        self._told.clear()  # so that all of them are told
+        self._tell_epoch(parts, number - 1)
         with torch.random.fork_rng(devices=[]):
             if self._running[n] is None and getattr(source, "persistent_workers", False):
                 iter(source)  # the first iterator of such a loader draws one number more
@@ -4659,6 +4747,15 @@ class Feed:
                 next(running, _END)
         self._running[n], self.passes[n], self.given[n] = running, number, skip
         return running
+
+    def _tell_epoch(self, parts: list[Any], number: int) -> None:
+        """Call `set_epoch` with the number of a pass on those parts that have it, unless this was
+        their last call."""
+        for part in parts:
+            tell = getattr(part, "set_epoch", None)
+            if callable(tell) and self._told.get(id(part)) != number:
+                tell(number)
+                self._told[id(part)] = number
 
     def state_dict(self) -> dict[str, Any]:
         """Return how many passes each client has begun, and how many batches of the current one it
@@ -4827,7 +4924,11 @@ def _check_made(key: str, made: Any, given: list[nn.Parameter]) -> None:
 
 
 def _check_rate(optimizer: torch.optim.Optimizer, first_eta: float) -> None:
-    """Raise ValueError if the optimizer was given another rate than the schedule begins with."""
+    """Raise ValueError if the optimizer was given another rate than the schedule begins with, or
+    has none."""
+    if any("lr" not in group for group in optimizer.param_groups):
+        way = "one that has a learning rate, or schedule=None"
+        raise ValueError(f"local_optimizer: got one without `lr` beside a schedule, allowed: {way}")
     given, *others = {float(group["lr"]) for group in optimizer.param_groups}
     parameter = inspect.signature(type(optimizer)).parameters.get("lr")
     usual = None if parameter is None else parameter.default  # not a number if it is required
@@ -5079,7 +5180,8 @@ class TCSState:
     DDP does not give the average to parameters that no rank has used, so what was sent for them has
     no effect. It is therefore not subtracted from the errors, and their momentum stays the same.
     (In a dense step, the momentum of such a parameter decays.) A rank counts as having used a
-    parameter if an entry of the parameter's gradient is not 0 on this rank.
+    parameter if an entry of the parameter's gradient is not 0 on this rank. What an earlier pass
+    has left in the `grad` of a parameter that the pass did not use counts as 0.
 
     Errors and momentum are in the units of the gradients that DDP passes to the hook. When a
     GradScaler changes its scale, they are not converted to the new scale.
@@ -5122,6 +5224,8 @@ class TCSState:
         self._settled = False  # the first step, also the first after loading a state, is over
         self._agreed = False  # the ranks have compared their states
         self._saved_by: dict[str, int | None] = dict.fromkeys(("rank", "world_size"))
+        self._noted: set[Tensor] = set()  # parameters with a hook that puts them into `_passed`
+        self._passed: set[Tensor] = set()  # those that passes have used since the last step
         self._watches = error_accumulation  # still looks for gradients that were not used
         self._by_name = model is not None
         if model is None:
@@ -5171,6 +5275,7 @@ class TCSState:
         client = self._buckets[names]
         if client.known.status != CLOSED:  # the last backward pass was abandoned
             client.known.lose()
+        self._clear_left_over(parameters, buffer.split(sizes), last)
         if self._watches:
             self._watch(client, parameters)
         client.counted = None
@@ -5181,6 +5286,25 @@ class TCSState:
         client.known.begin(dense=self.iter < self.start_iter)
         self.iter += last
         return client
+
+    def _clear_left_over(
+        self, parameters: list[Tensor], gradients: Iterable[Tensor], last: bool
+    ) -> None:
+        """Set the gradients of those parameters to 0 that the passes since the last step have not
+        used.
+
+        DDP puts into the bucket what an earlier pass has left in their `grad`, for instance if
+        another optimizer sets it to zero. Without this, it would enter the errors again and again.
+        """
+        for p, gradient in zip(parameters, gradients, strict=True):
+            if p not in self._noted:  # from the next pass on
+                self._noted.add(p)
+                if p.requires_grad:
+                    p.register_post_accumulate_grad_hook(self._passed.add)
+            elif self._passed and p not in self._passed:
+                gradient.zero_()
+        if last:
+            self._passed.clear()
 
     def _watch(self, client: BucketClient, parameters: list[Tensor]) -> None:
         """Warn, once, if gradients that were averaged have not been used by any optimizer.
@@ -5353,7 +5477,8 @@ class TCSState:
         return {
             "version": STATE_VERSION, "scheme": scheme_state(self.scheme),
             "start_iter": self.start_iter, "iter": self.iter, "bytes_sent": dict(self.bytes_sent),
-            "parameters": parameters, "packing": list(self._packing), **saved_by,
+            "parameters": parameters, **saved_by,
+            "packing": list(self._packing) if self.iter else [],  # `undo` may have left none
             **({"momentum": self.momentum} if self.momentum else {}),
         }  # fmt: skip
 

@@ -87,6 +87,18 @@ def test_two_parameters_in_one_memory():
         tcs.Federation(model, [[0]], "TCS", 0.1)
 
 
+def test_two_parameters_that_overlap_in_memory():
+    model = nn.Sequential(nn.Embedding(3, 6), nn.Linear(6, 2))
+    model[1].weight.data = model[0].weight.data[1:]
+    with pytest.raises(ValueError, match=r"^model: 1\.weight: got the memory of 0\.weight"):
+        tcs.Federation(model, [[0]], "TCS", 0.1)
+    both = torch.randn(4, 8)  # two halves of one matrix share no entry
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer, part in zip(model, both.split(4, dim=1), strict=True):
+        layer.weight.data = part
+    tcs.Federation(model, [[0]], "TCS", 0.1)
+
+
 @pytest.mark.parametrize(
     ("given", "got"), [((1, 2), "a tuple"), (0.5, "a float"), (torch.ones(2), r"shape \(2,\)")]
 )
@@ -215,6 +227,30 @@ def test_a_pickled_federation_goes_on():
         assert torch.equal(value, other.model.state_dict()[key]), key
 
 
+def clipped(parameters):
+    """An optimizer with a hook, which its own copies do not have."""
+    parameters = list(parameters)
+    made = torch.optim.SGD(parameters, 0.1, momentum=0.9)
+    made.register_step_pre_hook(
+        lambda *_: (
+            nn.utils.clip_grad_norm_(parameters, 0.01) and None
+        )  # a result would be arguments
+    )
+    return made
+
+
+@pytest.mark.parametrize("key", ["local_optimizer", "server_optimizer"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
+def test_a_copied_federation_keeps_the_hooks_of_optimizers(key, copied):
+    eta = None if key == "local_optimizer" else 0.1
+    made = federation(Classifier(), "FedAvg", eta=eta, **{key: clipped})
+    made.round()
+    other = copied(made)
+    for _ in range(2):
+        assert torch.equal(made.round(), other.round())
+    assert torch.equal(made.theta_D, other.theta_D)
+
+
 # Schemes and sides ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -275,6 +311,19 @@ def test_a_rule_may_observe_numbers_of_fewer_bits():
     update_D = torch.randn(400).bfloat16()
     rule.observe(update_D)
     assert torch.equal(rule.positions, tcs.top_k_positions(update_D, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_rule_may_observe_numbers_of_another_type_in_a_sparse_warmup(dtype):
+    known = tcs.Known(tcs.Scheme.named("TCS", warmup_masks=10), [400])
+    known.begin(dense=True, mask_factor=10)
+    update_D = torch.randn(400).to(dtype)
+    known.observe(update_D)
+    other = tcs.Known(known.scheme, [400])
+    other.load_state_dict(known.state_dict())
+    for one in (known, other):
+        one.begin()
+        assert torch.equal(one.shared_K, tcs.top_k_positions(update_D.float(), 4))
 
 
 @pytest.mark.parametrize("weights", [[1e38, 3e38], [1e-44, 2e-44], [1e39, 1e39]])

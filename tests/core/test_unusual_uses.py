@@ -52,6 +52,31 @@ def test_evaluations_change_no_training_of_a_module_that_merges():
     assert ends[0].any() and torch.equal(*ends)
 
 
+def fails(*_):
+    raise ZeroDivisionError
+
+
+def test_a_module_that_merges_may_stay_in_eval_mode():
+    ends = []
+    for stays in (False, True):
+        made = tcs.Federation(net().train(not stays), batches(), "FedAvg", 0.1)
+        for _ in range(4):
+            made.round()
+            made.model.train(not stays)
+            made.on_delta = fails
+            with pytest.raises(ZeroDivisionError):
+                made.round()
+            made.on_delta = None
+            state = made.state_dict()
+            with made.evaluated():
+                torch.testing.assert_close(made.state_dict()["theta_D"], state["theta_D"])
+        ends.append(state["theta_D"])
+    torch.testing.assert_close(*ends)
+    made = tcs.Federation(net().eval(), batches(), "FedAvg", 0.1)
+    made.load_state_dict(state)
+    torch.testing.assert_close(made.state_dict()["theta_D"], state["theta_D"])
+
+
 class Frozen(nn.Sequential):
     """Keeps its first module in eval mode."""
 
@@ -160,6 +185,18 @@ def test_the_budget_of_a_scheme_from_fields_is_that_of_its_rule(fields, named):
     compressor = tcs.Compressor(scheme, [1000], 2)
     compressor.step(torch.randn(2, 1000))
     assert compressor.known.dense or compressor.known.own_count == (named == "top-K") * 10
+
+
+def test_a_top_k_scheme_from_fields_has_no_shared_mask_anywhere():
+    known = tcs.Known(tcs.Scheme(name="mine", rule="top-K", phi_local=1.0), [1000])
+    known.begin()
+    assert known.own_count == 1000
+    scheme = tcs.Scheme(name="mine", rule="top-K", phi_local=0.1, phi_down=0.01)
+    known = tcs.Known(scheme, [1000])
+    known.begin()
+    server = tcs.Server(known)
+    server.add(0, tcs.Client(known).send(torch.randn(1000)))
+    assert len(server.finish()[1].positions) == 10
 
 
 def test_what_would_compress_nothing_is_refused():

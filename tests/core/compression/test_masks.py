@@ -165,7 +165,8 @@ def test_every_layer_gets_its_fair_share():
 
 @pytest.mark.parametrize(
     ("phi", "dimension", "k"),
-    [(1e-2, 11_173_962, 111_740), (1e-3, 11_173_962, 11_174), (1.0, 5, 5), (1e-6, 10, 1), (0.07, 100, 7)],
+    [(1e-2, 11_173_962, 111_740), (1e-3, 11_173_962, 11_174), (1.0, 5, 5), (1e-6, 10, 1), (0.07, 100, 7),
+     (0.07, 10**8, 7_000_000), (0.554, 10**7, 5_540_000), (0.07, 10**8 + 1, 7_000_001)],
 )  # fmt: skip
 def test_kept(phi, dimension, k):
     assert tcs.kept(phi, dimension) == k

@@ -281,6 +281,17 @@ def test_a_servers_sending_side_is_saved_and_scaled_with_it():
     assert one.downlink.errors_D.eq(3.0).all() and other.downlink.errors_D.eq(1.5).all()
 
 
+def test_what_is_in_flight_is_scaled_with_the_errors():
+    scheme = tcs.Scheme.named("TCS-Q3", phi_global=0.2, phi_local=0.2, dense_warmup=False)
+    known = tcs.Known(scheme, [20])
+    client, delta_D = tcs.Client(known), torch.randn(20)
+    known.begin()
+    message = client.send(delta_D)
+    client.scale_(2.0)
+    client.arrived()
+    torch.testing.assert_close(client.errors_D, 2.0 * (delta_D - known.expand_message(message)))
+
+
 def test_a_server_forgets_what_came_in_a_round_that_was_never_finished():
     sides, (one_ND, two_ND) = Sides("TCS"), deltas_like_training(2, 3, LAYERS)
     sides.begin()

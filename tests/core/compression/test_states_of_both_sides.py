@@ -19,6 +19,18 @@ def played(name, seed=0, clients=2, sizes=LAYERS, rounds=3):
     return compressor
 
 
+def test_a_state_loads_whatever_the_size_of_the_mask_is_now():
+    """In a sparse warm-up, a mask can have all entries."""
+    scheme = tcs.Scheme.named("TCS", phi_global=0.1, phi_local=0.01, warmup_masks=10)
+    compressor, states = tcs.Compressor(scheme, [100], 2), []
+    for factor in (10, 1, 1):
+        compressor.round(lambda n: torch.randn(100), [0, 1], mask_factor=factor)
+        states.append(compressor.state_dict())
+    for state in (states[0], states[2], states[0]):
+        compressor.load_state_dict(state)
+        assert same_state(compressor.state_dict(), state)
+
+
 @pytest.mark.parametrize("name", ["FedAvg", "FedSGD", "Baseline", "top-K"])
 def test_a_scheme_without_errors_holds_no_memory_for_them(name):
     changes = {"error_accumulation": False} if name == "top-K" else {}

@@ -1,5 +1,7 @@
 """Section 7: what happens when the end of a round goes wrong, and what refused messages leave."""
 
+import copy
+
 import pytest
 import torch
 from common import same_state
@@ -236,3 +238,60 @@ def test_another_default_device_changes_nothing_in_a_federation(scheme, defaults
     assert torch.equal(made.round(), other.round())
     other.load_state_dict(other.state_dict())
     assert torch.equal(made.round(), other.round())
+
+
+# Calls during a round ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "call", ["round", "state_dict", "averaged_state_dict", "evaluated", "load_state_dict"]
+)
+def test_what_needs_the_module_is_refused_during_a_round(call):
+    """There the module has a client's statistics; nobody must take them for the module's own."""
+    made, plain = federation(), federation()
+    state = made.state_dict()
+    refused = []
+
+    def calls(n, delta_D):
+        with pytest.raises(
+            ValueError, match=f"{call}: got called during round [01], allowed: between"
+        ):
+            if call == "evaluated":
+                with made.evaluated():
+                    pass
+            else:
+                getattr(made, call)(*[state] * (call == "load_state_dict"))
+        refused.append(n)
+
+    made.on_delta = calls
+    for _ in range(2):
+        made.round()
+        plain.round()
+    assert refused == [0, 1, 2] * 2 and made.t == 2
+    for one, other in zip(vectors(made), vectors(plain), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_copied_trainer_refuses_the_optimizers_of_the_other_module():
+    made = federation("FedAvg", schedule=None, local_optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    made.round()
+    other = copy.copy(made.trainer)
+    other.use(copy.deepcopy(made.model))
+    other.make_views()
+    with (
+        pytest.raises(ValueError, match="local_optimizer: gave an optimizer of other parameters"),
+        other.lend_module(),
+    ):
+        other.difference(0, 1, float("nan"))
+
+
+def test_norms_that_change_their_statistics_in_place_train_after_others():
+    model = nn.Sequential(
+        nn.BatchNorm1d(6), nn.Unflatten(1, (3, 2)), nn.InstanceNorm1d(3, track_running_stats=True),
+        nn.Flatten(), nn.Linear(6, 3),
+    )  # fmt: skip
+    made = tcs.Federation(model, batches(), "FedAvg", 0.05)
+    before = made.statistics_NS.clone()
+    made.round()
+    assert (made.statistics_NS != before).all(1).any() and made.theta_D.isfinite().all()
+    assert not torch.equal(made.statistics_NS[0], made.statistics_NS[1])

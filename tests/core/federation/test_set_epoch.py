@@ -197,3 +197,38 @@ def test_a_data_set_that_workers_have_copied_is_refused(data):
     loaders = [DataLoader(NUMBERS, 2), DataLoader(data, 2, num_workers=1, persistent_workers=True)]
     with pytest.raises(ValueError, match=r"^feed: client 1: got persistent workers .*allowed: "):
         tcs.Feed(loaders)
+
+
+class Numbered(Dataset):
+    """Its samples say in which pass they were read."""
+
+    epoch = 0
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, place):
+        return torch.tensor([place, self.epoch])
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def test_clients_that_share_a_data_set_have_passes_of_their_own():
+    """A client with fewer samples begins its next pass in the middle of another's."""
+
+    def made():
+        data = Numbered()
+        parts = Subset(data, range(6)), Subset(data, range(10, 14))
+        return tcs.Feed([DataLoader(part, 2) for part in parts])
+
+    feed, resumed, passes = made(), made(), [[], []]
+    for step in range(6):
+        for n in range(2):
+            batch = feed.batch(n, step, 0)
+            passes[n] += batch[:, 1].unique().tolist()
+            if step > 3:
+                assert torch.equal(resumed.batch(n, step, 0), batch)
+        if step == 3:
+            resumed.load_state_dict(feed.state_dict())
+    assert passes == [[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]]

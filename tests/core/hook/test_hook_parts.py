@@ -23,20 +23,29 @@ class Heads(nn.Module):
         return (self.one, self.two)[which](hidden) if which < 2 else hidden
 
 
-def by_turns(ranks, folder, order, cap):
+def by_turns(ranks, folder, order, cap, zeroed):
     """Sums over 30 steps, by parameter in float64: this rank's gradients, as it would have them
-    without DDP, and what comes out; and its errors."""
+    without DDP, and what comes out; and its errors. Before a pass, the gradients of all parameters are
+    zeroed, or of those that the pass will use."""
     plain, state = Heads(), tcs.TCSState(start_iter=2, **SHARES)
     model = DistributedDataParallel(Heads(), find_unused_parameters=True, bucket_cap_mb=cap)
     model.register_comm_hook(state, tcs.tcs_hook)
     sums = {m: [torch.zeros_like(p, dtype=torch.float64) for p in plain.parameters()] for m in (plain, model)}  # fmt: skip
     for step in range(30):
         x = torch.randn(8, 20, generator=torch.Generator().manual_seed(100 * step + ranks.rank))
+        which, *others = (order(step, rank) for rank in (ranks.rank, 1 - ranks.rank))
         for of, summed in sums.items():
-            of.zero_grad()
-            of(x, order(step, ranks.rank)).square().mean().backward()
+            inner = getattr(of, "module", of)
+            heads = [inner.one, inner.two]
+            for part in (
+                [of] if zeroed == "all" or of is plain else [inner.body, *heads[which:][:1]]
+            ):
+                part.zero_grad()
+            of(x, which).square().mean().backward()
+            unused = [h for n, h in enumerate(heads) if n not in (which, *others)]
+            kept_back = {p for head in unused for p in head.parameters()}
             for total, p in zip(summed, of.parameters(), strict=True):
-                total += 0.0 if p.grad is None else p.grad
+                total += 0.0 if p.grad is None or p in kept_back else p.grad
     errors = [part.double() for part in kept(state, model.parameters(), "errors")]
     flats = [torch.cat([t.reshape(-1) for t in ts]).numpy() for ts in (*sums.values(), errors)]
     return *flats, len(state._buckets)
@@ -55,12 +64,13 @@ def one_of_them_none(step, rank):
 
 
 @pytest.mark.parametrize("order", [in_turn, each_its_own, one_of_them_none])
+@pytest.mark.parametrize("zeroed", ["all", "used"])
 @pytest.mark.parametrize("cap", [25, 0.002])
-def test_heads_in_turn_lose_nothing(tmp_path, order, cap):
+def test_heads_in_turn_lose_nothing(tmp_path, order, cap, zeroed):
     """In = out + errors, averaged over ranks; DDP throws away what it gets for a parameter that no
     rank has used."""
     (in_one, out, errors_one, buckets), (in_two, same, errors_two, _) = start(
-        2, tmp_path, by_turns, order, cap
+        2, tmp_path, by_turns, order, cap, zeroed
     )
     into, errors = (in_one + in_two) / 2, (errors_one + errors_two) / 2
     assert (out == same).all() and errors.any() and (buckets > 1) == (cap < 1)

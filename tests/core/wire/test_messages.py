@@ -138,6 +138,22 @@ def test_numbers_that_are_not_finite_are_neither_sent_nor_received(bad):
         tcs.decode_message(sealed(bytes(data)), wire, shared)
 
 
+def test_what_would_be_decoded_to_another_message_is_refused():
+    none, kind = torch.empty(0, dtype=torch.int64), torch.int32
+    plain, quantized = (tcs.Wire.up(name, [10]) for name in ("TCS", "TCS-Q5"))
+    dense, means = tcs.Message.dense_of(torch.ones(10)), torch.ones(16)
+    empty = tcs.Message.of(torch.empty(0), none, 5)
+    for message, wire, text in (
+        (dataclasses.replace(dense, codes=torch.zeros(10, dtype=kind), means=means), quantized, "quantized"),
+        (tcs.Message(torch.ones(2), none, codes=torch.zeros(2, dtype=kind)), plain, "quantized"),
+        (tcs.Message(torch.ones(2), none), quantized, "float32"),
+        (tcs.Message(torch.ones(20), none), plain, "20 for 0 positions"),
+        (dataclasses.replace(empty, means=torch.full((16,), float("nan"))), quantized, "means"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"got {text}"):
+            tcs.encode_message(message, wire)
+
+
 # Training on messages ─────────────────────────────────────────────────────────────────────────────
 
 
