@@ -56,7 +56,7 @@ class Method:
     @property
     def folder(self) -> str:
         """The name of its folder under results/compare/."""
-        return re.sub(r"[^\w-]+", "_", self.name)[:64]
+        return re.sub(r"[^\w.+-]+", "_", self.name)[:64]
 
     @property
     def label(self) -> str:

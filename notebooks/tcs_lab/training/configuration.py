@@ -51,7 +51,10 @@ Drops = Annotated[
 ]
 Text = Annotated[str, Field(pattern=r"^[^\x00]+$")]
 Model = Annotated[str, AfterValidator(_check_model), Field(description=" or ".join(MODELS))]
-PROFILE = {"pattern": r"^[\w-]{1,64}$", "description": "up to 64 letters, digits, - and _"}
+PROFILE = {
+    "pattern": r"^[\w-][\w.+-]{0,63}$",
+    "description": "up to 64 letters, digits, -, _ and, not as the first of them, . and +",
+}
 DEVICE = {
     "pattern": r"^(auto|cpu|cuda(:[0-9]{1,3})?)$",
     "description": "auto, cpu, cuda or cuda:<n>",

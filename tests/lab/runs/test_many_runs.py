@@ -196,7 +196,9 @@ def test_each_worker_has_one_job_at_a_time_and_all_of_them_work(tmp_path, monkey
     monkeypatch.setattr(lab.runs.queue, "wait_for_any", lambda busy, seconds: busy[:1])
     ended, end = [], lab.runs.queue.Progress.end
     monkeypatch.setattr(
-        lab.runs.queue.Progress, "end", lambda bar, digest: ended.append(digest) or end(bar, digest)
+        lab.runs.queue.Progress,
+        "end",
+        lambda bar, digest, *made: ended.append(digest) or end(bar, digest, *made),
     )
     jobs = [Run(config) for config in configs("TCS", "top-K", "FedAvg", epochs=1)]
     records = lab.runs.run_queue(lambda: jobs, tmp_path, progress=False, jobs=2)

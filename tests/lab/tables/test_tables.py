@@ -376,9 +376,9 @@ def defaults(path):
 
 def test_every_parameter_of_a_run_can_be_given_and_none_has_a_default_of_the_notebooks_own():
     everything, table = (defaults(DRAWS.with_stem(n)) for n in ("00_reproduce", DRAWS.stem))
-    assert set(table) == lab.PARAMETERS | {"evidence"}
+    assert set(table) == lab.PARAMETERS | {"evidence", "results"}
     runs = lab.PARAMETERS - {"table", "figure", "title", "schemes", "paper", "learning_rate"}
-    assert set(everything) == runs | {"evidence", "tables", "points"}
+    assert set(everything) == runs | {"evidence", "results", "tables", "points"}
     assert all(everything[key] is None for key in runs)
     assert all(value is None for key, value in table.items() if key not in ("table", "evidence"))
 
