@@ -3770,9 +3770,8 @@ class Federation:
         (NotFiniteError), a feed ends (ValueError) or the user presses Ctrl-C. The exception is
         passed on, with a note that names the round and the client. No client's message counts:
         theta, momentum, running statistics and masks stay the same. Errors keep the differences of
-        the clients that had sent, so the next update can be about twice as large as usual. `t`, the
-        feed and local optimizers have advanced. The local optimizer of a client whose difference
-        was not finite is replaced by a new one.
+        the clients that had sent, so the next update can be about twice as large. `t`, the feed and
+        local optimizers have advanced; that of a client whose difference was not finite is new.
 
         If an exception comes at the end of the round, while theta is updated, `round`, `evaluated`,
         `averaged_state_dict` and `state_dict` raise ValueError until a state is loaded. During a
@@ -5214,8 +5213,7 @@ class TCSState:
         self.can_undo = can_undo
         self.bytes_sent = dict.fromkeys(("dense", "shared", "explored"), 0)
         self._buckets: dict[tuple[Name, ...], BucketClient] = {}  # by their parameters' names
-        # Errors, masks and momentum of parameters that are in no bucket at the moment.
-        self._loose: dict[Name, dict[str, Tensor | None]] = {}
+        self._loose: dict[Name, dict[str, Tensor | None]] = {}  # of parameters in no bucket now
         # A parameter's name in the model or, without the model, its number in the first step.
         self._names: dict[Tensor, Name] = {}
         self._layouts: dict[Name, dict[str, list[int]]] = {}

@@ -94,11 +94,11 @@ def find_method(given: str) -> Method:
     if not path.endswith(".py") and not Path(path).is_file():
         return find_stored_method(given)
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} does not exist, allowed: a Python file, or {_STORED}")
+        raise FileNotFoundError(f"{path} does not exist, allowed: a Python file, or {_A_SCHEME}")
     return read_method_file(Path(path), name if colon else "")
 
 
-_STORED = "the name of a scheme (tcs compare --list shows some)"
+_A_SCHEME = "the name of a scheme (tcs compare --list shows some)"
 
 
 def find_stored_method(name: str) -> Method:
@@ -106,7 +106,7 @@ def find_stored_method(name: str) -> Method:
     try:
         usual = Scheme.named(name).name
     except ValueError as error:
-        raise ValueError(f"METHOD: {error}; allowed: a Python file, or {_STORED}") from None
+        raise ValueError(f"METHOD: {error}; allowed: a Python file, or {_A_SCHEME}") from None
     _check_class(usual)
     return Method(usual, list_densities(usual))
 

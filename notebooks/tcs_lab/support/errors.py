@@ -77,8 +77,8 @@ def validate(kind: Any, given: Any, source: object, strict: bool | None = None) 
     place = "".join(f"{_step(step)}: " for step in steps)
     if first["type"] == "value_error":  # it comes from a validator that names the value itself
         raise ValueError(f"{source}: {place}{first['ctx']['error']}")
-    if first["type"] == "missing":
-        there = ", ".join(map(_step, list(first["input"])[:20])) or "nothing"
+    if first["type"] == "missing" and isinstance(first["input"], dict):
+        there = ", ".join(shorten(str(key)) for key in list(first["input"])[:20]) or "nothing"
         raise ValueError(f"{source}: {place}got none, but it is needed; there is {there}")
     raise ValueError(f"{source}: {place}got {format_value(first['input'])}; {first['msg']}")
 
