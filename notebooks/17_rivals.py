@@ -282,24 +282,36 @@ if made < planned:
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 fair_plan = lab.ROOT / "params/fair_plan.yaml"
-runs = lab.fair_counts(fair_plan)
-if all(runs[f"{part} made"] == runs[f"{part} planned"] for part in ("tuning", "scoring")):
-    table = lab.readable_fair(lab.fair_table(fair_plan))
+methods = lab.evidence.fair.load_methods(fair_plan)
+whole = lab.evidence.fair.complete_stages(methods)
+finished = [method.name for method in methods if whole[method.stage]]
+left = [method.name for method in methods if not whole[method.stage]]
+if finished:
+    table = lab.fair_table(fair_plan)
+    table = lab.readable_fair(table[table["scheme"].isin(finished)])
     display(Markdown(lab.markdown(table[["method", "chosen rate", "score, %", "MB both ways"]])))
+    rows, same, opposite = [], 0, 0
     gaps = lab.fair_differences(fair_plan)
-    shown = lab.readable_fair_differences(gaps)[["difference, points", "ours"]]
-    display(Markdown(lab.markdown(shown)))
-    sure = gaps[gaps["low"] * gaps["high"] > 0]
-    pairs = [p for p in sure.itertuples() if {p.first, p.second} <= by_name.keys()]
-    same = [
-        p for p in pairs
-        if p.measured * (by_name[p.first].accuracy - by_name[p.second].accuracy) > 0
-    ]  # fmt: skip
+    for gap in gaps[gaps["measured"].notna()].itertuples():
+        row = {"difference, points": f"{gap.first} − {gap.second}"}
+        row["CIFAR-10"] = lab.format_interval(gap.measured, gap.low, gap.high)
+        row["the track"] = "–"
+        if by_name.keys() >= {gap.first, gap.second}:
+            e = estimate(gap.first, gap.second)
+            row["the track"] = lab.format_interval(e.value, e.low, e.high)
+            same += gap.measured * e.value > 0
+            opposite += gap.low > 0 > e.high or e.low > 0 > gap.high
+        rows.append(row)
+    display(Markdown(lab.markdown(pd.DataFrame(rows))))
+    both = sum(row["the track"] != "–" for row in rows)
     print(
-        f"For {len(pairs)} of these differences, the interval does not contain zero and the small track has both methods. It has the same order in {len(same)} of them."
+        f"{both} differences are measured in both trainings. {same} of them have the same sign in both; "
+        f"{opposite} have opposite signs with both intervals beyond zero."
     )
-else:
-    display(Markdown("This comparison is not finished, so it has no result yet. [13_evidence](13_evidence.ipynb) says how many of its runs are made."))  # fmt: skip
+if left:
+    more = f"{'These methods are' if finished else 'This comparison is'} not finished"
+    more += f": {', '.join(left)}." if finished else ", so it has no result yet."
+    display(Markdown(f"{more} [13_evidence](13_evidence.ipynb) says how many runs are made."))
 
 # %% [markdown]
 # ## The time on a link

@@ -55,7 +55,7 @@ def render(page: Path) -> str:
         keep_trailing_newline=True,
         autoescape=False,  # Markdown
     )
-    words = {2: "two", 3: "three", 4: "four", 5: "five", 20: "twenty"}
+    words = {2: "two", 3: "three", 4: "four", 5: "five", 7: "seven", 20: "twenty"}
     environment.filters |= {"f": format, "words": words.__getitem__}
     return environment.get_template(PAGES[page]).render(context())
 
@@ -83,6 +83,8 @@ def context() -> dict[str, Any]:
         "regime": regime(),
         "tuned": tuned,
         "tuned_answer": TUNED_ANSWERS[tuned["TCS", "Baseline"]["no_loss"]] if tuned else "",
+        "tuned_dense": compare_with_dense(tuned["TCS", "FedAvg"]) if tuned else "",
+        "tuned_left": tuned_methods_left(),
         "tuning_images": tuning_images(),
         "rates_at_end": rates_at_end(),
         "recurrence": measure_dense_recurrence(),
@@ -557,27 +559,37 @@ COMPARED = (
 
 
 def tuned_table() -> str:
-    """Differences at tuned rates, of the methods whose stage is finished."""
-    gaps = tuned_gaps()
-    factors = {m.name: f"{m.chosen:g}" for m in fair.load_methods(FAIR_PLAN) if m.chosen}
-    dense = gaps[
-        "FedAvg", "Baseline"
-    ]  # the plan has centralized training's difference the other way
+    """Accuracies and differences at tuned rates, of the methods without momentum whose stage is finished."""
+    gaps, scored = tuned_gaps(), lab.fair_table(FAIR_PLAN).set_index("scheme")
+    dense = gaps["FedAvg", "Baseline"]  # the plan has centralized training's difference the other way
     turned = {"measured": -dense["measured"], "low": -dense["high"], "high": -dense["low"]}
-    rows = [["centralized training", factors["Baseline"], "–", interval(turned), "–"]]
-    for name in (one for one, other in gaps if other == "Baseline"):
-        central, dense = gaps[name, "Baseline"], gaps.get((name, "FedAvg"))
+    rows = []
+    for name in ["Baseline", *(one for one, other in gaps if other == "Baseline")]:
         words = {
+            "Baseline": "centralized training",
             "FedAvg-L4": "FedAvg with 4 local steps",
             "TCS-K4": "TCS with a quarter of the entries",
         }.get(name, name)
-        cells = [interval(central), interval(dense) if dense else "–", answer(central["no_loss"])]
-        rows.append([words, factors[name], *cells])
+        central = gaps.get((name, "Baseline"))
+        others = turned if name == "Baseline" else gaps.get((name, "FedAvg"))
+        row = scored.loc[name]
+        rows.append([
+            words, f"{row['chosen']:g}" + (" \\*" if row["at_end"] else ""), f"{row['accuracy']:.2f} %",
+            interval(central) if central else "–", interval(others) if others else "–",
+            answer(central["no_loss"]) if central else "–",
+        ])  # fmt: skip
     head = [
-        "Method", "Best rate, relative to the main comparison", "From centralized training",
+        "Method", "Best rate, relative to the main comparison", "Accuracy", "From centralized training",
         "From FedAvg", "Within half a point of centralized training?",
     ]  # fmt: skip
     return as_table(head, rows)
+
+
+def compare_with_dense(row: Row) -> str:
+    """Say in words how TCS differs from FedAvg at tuned rates."""
+    if row["low"] > 0:
+        return "TCS ended higher than FedAvg, too."
+    return "TCS ended lower than FedAvg." if row["high"] < 0 else "We saw no difference between TCS and FedAvg."
 
 
 def tuning_images() -> dict[str, int]:
@@ -591,6 +603,13 @@ def rates_at_end() -> list[str]:
     """Return the methods whose best rate is the first or the last one of the fair plan's list."""
     table = lab.fair_table(FAIR_PLAN)
     return list(table[table["at_end"]]["scheme"])
+
+
+def tuned_methods_left() -> int:
+    """Count the methods of the fair plan that belong to a stage of which not all runs are made."""
+    methods = fair.load_methods(FAIR_PLAN)
+    whole = fair.complete_stages(methods)
+    return sum(not whole[method.stage] for method in methods)
 
 
 PAPERS_IMAGES = 50_000  # training images of CIFAR-10
