@@ -92,9 +92,10 @@ class TunedScheme:
     @cached_property
     def scored(self) -> dict[int, Record]:
         """The records at the chosen rate, by seed."""
-        if self.chosen is None:
-            return {}
-        configs = {seed: self.search.config(self.chosen, seed) for seed in self.seeds}
+        return {} if self.chosen is None else self._scored_at(self.chosen)
+
+    def _scored_at(self, factor: float) -> dict[int, Record]:
+        configs = {seed: self.search.config(factor, seed) for seed in self.seeds}
         paths = {seed: record_path(config, self.results) for seed, config in configs.items()}
         return {s: read_record(p, configs[s]) for s, p in paths.items() if p.is_file()}
 
@@ -113,10 +114,23 @@ class TunedScheme:
     @property
     def accuracies(self) -> dict[int, float]:
         """Accuracies by seed, in percent of the images that score; {} if a run diverged."""
-        if self.diverged:
-            return {}
+        return {} if self.diverged else self._accuracies_of(self.scored)
+
+    @property
+    def other_accuracies(self) -> dict[float, dict[int, float]]:
+        """Such accuracies at other rates that were tried, of which runs with all seeds exist and
+        finished: for instance of an earlier plan, or of this one before its list went on."""
+        made = {f: self._scored_at(f) for f in self.tried if f != self.chosen}
+        return {
+            factor: self._accuracies_of(records)
+            for factor, records in made.items()
+            if len(records) == len(self.seeds)
+            and all(record["status"] == "finished" for record in records.values())
+        }
+
+    def _accuracies_of(self, records: Mapping[int, Record]) -> dict[int, float]:
         spans = self.search.tuning.score_on
-        return {seed: 100 * measure_accuracy(record, spans) for seed, record in self.scored.items()}
+        return {seed: 100 * measure_accuracy(record, spans) for seed, record in records.items()}
 
 
 def load_methods(path: str | Path, results: str | Path | None = None) -> list[TunedScheme]:
@@ -159,6 +173,7 @@ def fair_table(path: str | Path, results: str | Path | None = None) -> pd.DataFr
     diverged), `chosen` and `rate` are the best factor and its learning rate, `at_end` says whether the
     plan's list of rates ends with it, so that a better one may lie beyond, `n` of `planned` scored
     runs are made, `accuracy` and `deviation` are over them in percent on the images that score,
+    `others` maps other factors, of which runs with the same seeds exist, to such accuracies,
     `megabytes_up` and `megabytes_down` are one client's whole run with its dense start, and
     `diverged` names runs. A method of which a run diverged has no accuracy. Before all runs of a
     method are made it has none either, so that nobody judges by what came first.
@@ -175,6 +190,7 @@ def _fair_row(method: TunedScheme) -> dict[str, Any]:
     if method.chosen is not None:
         rate = method.search.config(method.chosen, method.seeds[0]).identity()["learning_rate"]
     grid = method.search.tuning.grid
+    others = method.other_accuracies if method.is_complete else {}
     tried = {f: math.nan if a is None else 100 * a for f, a in method.tried.items()}
     return {
         "stage": method.stage, "scheme": method.name, "tried": tried,
@@ -183,6 +199,7 @@ def _fair_row(method: TunedScheme) -> dict[str, Any]:
         "n": len(method.scored), "planned": len(method.seeds),
         "accuracy": fmean(values) if values else math.nan,
         "deviation": stdev(values) if len(values) > 1 else math.nan,
+        "others": {f: fmean(a.values()) for f, a in others.items()},
         "megabytes_up": sent["up"], "megabytes_down": sent["down"],
         "diverged": ", ".join(method.diverged),
     }  # fmt: skip
@@ -375,6 +392,7 @@ def readable_fair(table: pd.DataFrame) -> pd.DataFrame:
     rows = []
     factors = sorted({factor for tried in table["tried"] for factor in tried})
     for row in table.to_dict("records"):
+        others = [f"× {factor:g}: {accuracy:.2f}" for factor, accuracy in row["others"].items()]
         tried = {f"rate × {f:g}, %": _tried(row["tried"][f]) if f in row["tried"] else "–"
                  for f in factors}  # fmt: skip
         both = row["megabytes_up"] + row["megabytes_down"]
@@ -386,6 +404,7 @@ def readable_fair(table: pd.DataFrame) -> pd.DataFrame:
             "chosen rate": _chosen(row),
             "scored runs": f"{row['n']} of {row['planned']}",
             "score, %": f"diverged: {row['diverged']}" if row["diverged"] else level,
+            "scores at other rates, %": ", ".join(others) or "–",
             "MB both ways": format_number(both, 4) if both > 0 else "–",
         })  # fmt: skip
     return pd.DataFrame(rows)

@@ -265,6 +265,23 @@ def test_the_table_has_rates_scores_and_bytes(folder):
     assert "TCS − Baseline" in set(shown["difference, points"])
 
 
+def test_scores_at_other_rates_are_shown_beside_those_at_the_chosen_one(folder):
+    """For instance those of a shorter list of rates; a run that is missing or diverged leaves them out."""
+    whole_main(folder)
+    scheme = searches(folder)["TCS"]
+    for seed, count in enumerate((40, 41, 42), 1):
+        write(folder, scheme.config(2.0, seed), images(0, count))
+        if seed < 3:
+            write(folder, scheme.config(0.5, seed), images(0, 45))
+    table = lab.fair_table(folder / "fair.yaml", folder)
+    row = row_of(table, scheme="TCS")
+    assert row["chosen"] == 1.0 and row["others"] == {2.0: pytest.approx(82)}
+    shown = lab.readable_fair(table).set_index("method")["scores at other rates, %"]
+    assert (shown["TCS"], shown["Baseline"]) == ("× 2: 82.00", "–")
+    write(folder, scheme.config(2.0, 3), images(0, 0), status="diverged")
+    assert row_of(lab.fair_table(folder / "fair.yaml", folder), scheme="TCS")["others"] == {}
+
+
 @pytest.mark.parametrize("best", [0.5, 2.0])
 def test_it_is_said_that_the_list_of_rates_ends_with_the_best_one(folder, best):
     tune(folder, "TCS", best=best)
