@@ -376,7 +376,8 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 # All differences above are at the paper's learning rates, which nobody tuned for this training. A later plan,
 # [params/fair_plan.yaml](../params/fair_plan.yaml), tunes every method by the same rule. The rate with the highest accuracy on 15,000
 # images, which are used for no training, is then used for three runs with other seeds. These are scored on 20,000 other images. More rates
-# are tried as long as the best one is the lowest or the highest.
+# are tried as long as the best one is the lowest or the highest. For some methods, runs with the same three seeds exist at other rates, too,
+# for instance from the main comparison. Their scores are shown, but not used.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 counts = lab.fair_counts(fair, results)
