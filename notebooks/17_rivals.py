@@ -154,8 +154,8 @@ if decided:
     )
 
 # %% [markdown]
-# So between two accurate methods, the planned intervals are probably too wide. As the check was not planned, the advice below does not use
-# it.
+# So between two accurate methods, the planned intervals are probably too wide, and between two of the others too narrow. As the check was
+# not planned, the advice below does not use it.
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -180,7 +180,7 @@ qsgd_lacks = (
     else ""
 )
 lines = [
-    f"**If bytes count most: {fewest.scheme}.** Of the methods without momentum that ended at most {below} points below FedAvg (the setting `below`), it "
+    f"**If bytes count most: {fewest.scheme}.** Of the methods without momentum that ended at most {below} points below FedAvg (our choice, the setting `below`), it "
     f"needs the fewest bytes, {share(fewest)}. Its accuracy differs from that of FedAvg by {difference(fewest.scheme, 'FedAvg')}. (Each difference is itself "
     f"uncertain by ± {uncertain:.1f} points, so we allow about as much.)",
     f"**If accuracy counts most: {' or '.join(p.scheme for p in [safe[0], *as_safe])}.** {best.scheme} is the most accurate federated "
@@ -189,7 +189,7 @@ lines = [
     + f". (Losses of up to {max(estimate(best.scheme, p.scheme).high for p in [safe[0], *as_safe]):.1f} points are not excluded.) The accuracies differ from that of FedAvg by "
     + " and ".join(difference(p.scheme, "FedAvg") for p in [safe[0], *as_safe]) + ".",
     "**If clients cannot keep anything between rounds:** "
-    + (f"FedAvg. The only other such method here, QSGD, did not end near enough to it{qsgd_lacks}." if stateless is dense else f"{stateless.scheme}, with {share(stateless)}."),
+    + (f"FedAvg. The only other such methods here, QSGD{qsgd_lacks} and FedAvg-L4, did not end near enough to it." if stateless is dense else f"{stateless.scheme}, with {share(stateless)}."),
 ]  # fmt: skip
 if moving:
     lines.append(
@@ -412,7 +412,7 @@ print("By these intervals,", "; ".join(f"{', '.join(names)} {'is' if len(names) 
 # | :--- | :--- | :--- | :--- |
 # | STC | the signs of the largest 1 % of the entries, and one magnitude for all of them; the server sends the same kind of message | [Sattler et al., 2019](https://arxiv.org/abs/1903.02891) | the paper sends 1/400 of the entries (in our names STC-K4) |
 # | DGC | the largest 1 % of the entries, with momentum at the clients | [Lin et al., 2018](https://arxiv.org/abs/1712.01887) | gradients are not clipped; in the first epoch, a quarter of all entries is sent, instead of several stages |
-# | EF-signSGD | the sign of every entry, and one magnitude; with -D1 the server does the same | [Karimireddy et al., 2019](https://arxiv.org/abs/1901.09847), [Zheng et al., 2019](https://arxiv.org/abs/1905.10936) | nothing that we know of |
+# | EF-signSGD | the sign of every entry, and one magnitude; with -D1 the server does the same | [Karimireddy et al., 2019](https://arxiv.org/abs/1901.09847), [Zheng et al., 2019](https://arxiv.org/abs/1905.10936) | one magnitude for the whole message; Zheng et al. have one per block of entries, and momentum |
 # | QSGD | all entries, rounded at random to a few values, so that the mean is right | [Alistarh et al., 2017](https://arxiv.org/abs/1610.02132) | values are scaled by the largest magnitude of a message; the paper scales buckets of values by their norm |
 # | LowRank | the update of each layer as a product of two thin matrices | like PowerSGD, [Vogels et al., 2019](https://arxiv.org/abs/1905.13727) | each client sends matrices of its own; PowerSGD needs two exchanges per round, the second of which depends on the first |
 # | CocktailSGD (text only) | of a random part of the entries the largest, with few bits; the server does the same | Wang et al., 2023 (ICML) | all clients have the same model, and add what was not sent to their next message |
