@@ -167,7 +167,9 @@ def theta_of(net):  # all its parameters in one vector (D,), in the core's order
 # %%
 H = local_steps[-1]
 eta = learning_rate / 10  # a small rate, because the network is untrained
-config_H = dataclasses.replace(config, scheme=tcs.Scheme.named("FedAvg", local_steps=H))
+config_H = dataclasses.replace(
+    config, scheme=tcs.Scheme.named("FedAvg", local_steps=H), reference_batch=None
+)  # so that the rate is not scaled
 training = lab.Training(config_H, data)
 start_D = theta_of(training.flat.model)  # the server's model theta_t, (D,)
 

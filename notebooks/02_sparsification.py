@@ -467,7 +467,7 @@ behind = final["top-K"] - final["rand-K"]
 claim.judge(
     "rand-K ends below top-K",
     lab.judge_mean(behind, noise),
-    "in one run of each, by more than two standard errors",
+    f"by {behind:.1f} points, in one run of each; two standard errors are {noise:.1f}",
 )
 top = down[-1]
 print(f"""{claim.summary()}
@@ -480,7 +480,7 @@ answer.update(
     Markdown(f"""**In short.** With {phi:.0%} of the entries, top-K keeps {squares_top:.0%} of an update's squared norm, while rand-K keeps {phi:.0%}.
 The rest is not lost if the clients keep it and add it to their next updates. In our trainings, top-K then reached {final["top-K"]:.0f}% test
 accuracy, and {final["top-K, no errors kept"]:.0f}% without this. Sending everything reached {final["everything sent"]:.0f}%. Top-K has two costs. Each position
-takes {where:.1f} bits, more than the 5 bits of a quantized value. And with {top["N"]} clients the server's message contains {top["sent"]:.0%} of the entries.
+takes {where:.1f} bits{", more than the 5 bits of a quantized value" if where > 5 else ""}. And with {top["N"]} clients the server's message contains {top["sent"]:.0%} of the entries.
 (Each method was run once.)""")
 )
 

@@ -315,8 +315,7 @@ for n, share in at_ends.items():
 # We notice two things. First, the minimum works: no layer is left out of the global mask. (The local masks of TCS-LF still miss a layer now
 # and then, namely a small layer whose entries are all in the global mask already.) But the layers that gain most are the smallest ones. The
 # high points in the zigzag are norms and biases. In these layers, a single entry is already more than an even share. With TCS-LF, each
-# client adds one entry of its own to each of them. The largest convolutions gain, too, because their minimum is more than they had. The
-# mask as a whole does not become larger, so what these layers gain, other convolutions lose.
+# client adds one entry of its own to each of them. The mask as a whole does not become larger, so what these layers gain, other layers lose.
 #
 # Second, TCS without any minimum distributes the entries more evenly than top-K of dense updates does: input and head have fewer of them
 # (one seed). Without error accumulation, TCS does not do so. In the layers that are left out, errors accumulate until they are large enough

@@ -114,7 +114,7 @@ positions are {at_once["TCS"]} of the bits that TCS sends, and {at_once["top-K"]
 # \;\text{ bits per entry}\qquad+\qquad\underbrace{1}_{\text{end}}\;\text{ bit per block}$$
 #
 # If $1/\phi$ is a power of two that divides $D$, there are as many blocks as kept entries, and the sum is exactly $\log_2(1/\phi)+2$ bits
-# per entry. Otherwise it differs by at most one bit.
+# per entry. Otherwise it differs by at most about one bit, unless $D$ is small.
 
 # %% tags=["nbval-check-output"]
 bits = tcs.encode_positions(positions_K, dimension, block)

@@ -491,7 +491,7 @@ print(accuracy_of_five_bits())
 # %% [markdown]
 # The bound holds, but that does not make this quantizer the best one. With the same number of bits, a plain uniform quantizer leaves a
 # smaller error of the whole message on these values. Fractional quantization limits the relative error of *small* values, too, and from
-# four bits on, natural quantization does so as well. The paper wants this because it is fair to layers whose values are small. Whether such
+# five bits on, natural quantization does so as well. The paper wants this because it is fair to layers whose values are small. Whether such
 # layers profit from it is not measured here. The trainings of [13_evidence](13_evidence.ipynb) use only the paper's quantizer, so they do
 # not say whether a uniform one would reach the same accuracy.
 #

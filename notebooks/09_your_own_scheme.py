@@ -407,8 +407,8 @@ for name in ("TCS", "TCS-Average"):
 # entries that every layer keeps in any case (suffixes -LF and -PLF): give `self.scheme.phi_min_global` for a shared mask, and
 # `self.scheme.phi_min_local` for a client's own.
 #
-# A training begins with one dense epoch, unless the scheme is registered with `dense_warmup=False`. Error feedback is on unless it is
-# registered with `error_accumulation=False`.
+# A training begins with a dense warm-up, a sixtieth of the epochs but at least one, unless the scheme is registered with
+# `dense_warmup=False`. Error feedback is on unless it is registered with `error_accumulation=False`.
 #
 # ### A client and a server
 #

@@ -45,7 +45,7 @@ def read_verdicts(notebook: str) -> NotebookVerdicts | None:
     try:
         content = json.loads(text)
     except ValueError as error:
-        advice = f"execute the notebook {notebook} again, or restore the file"
+        advice = f"restore the file, or run tests/execute_notebooks.py {notebook}"
         raise ValueError(f"{path}: this is not JSON ({error}); {advice}") from None
     return validate(NotebookVerdicts, content, path)
 

@@ -86,8 +86,8 @@ def describe_figure(figure: Any) -> str:
     """Describe a figure in one line: its title, and the title and the axes of each part."""
     parts = [figure.get_suptitle()]
     for axes in figure.axes:
-        sides = [name for name in (axes.get_ylabel(), axes.get_xlabel()) if name]
-        words = [axes.get_title() or axes.get_title(loc="left"), " against ".join(sides)]
+        sides = [name for name in (axes.get_ylabel(), axes.get_xlabel()) if name.strip()]
+        words = [axes.get_title(), " against ".join(sides)]
         parts.append(": ".join(word for word in words if word))
     return " ".join("; ".join(part for part in parts if part).split())
 

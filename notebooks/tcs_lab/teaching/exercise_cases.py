@@ -294,7 +294,7 @@ def _below_zero(layer_sizes: list[int], k: int, phi_min: float) -> int:
     mistakes=(
         (_share_of_k, OF_SIZE),
         (_share_of_k_once, OF_SIZE),
-        (_rounded_once, "Round up in every layer, not once for all of them."),
+        (_rounded_once, "Round up, and do it in every layer by itself."),
         (
             _below_zero,
             "If the minimum shares alone exceed k, no entry is left: return 0, not a negative number.",
@@ -352,7 +352,7 @@ def _with_the_rest(own_K: Tensor, vector_D: Tensor, k: int) -> Tensor:
 )
 def _fair_top_k() -> Iterator[Case]:
     sizes = [2, 3, 5]
-    for seed, (k, phi_min) in enumerate(((4, 0.2), (6, 0.4), (5, 0.2), (5, 0.1))):
+    for seed, (k, phi_min) in enumerate(((4, 0.2), (6, 0.4), (5, 0.2), (5, 0.1), (5, 0.25))):
         vector_D = _draw(seed + 70, 10) * torch.tensor([8.0] * 2 + [2] * 3 + [0.5] * 5)
         wanted = tcs.layerwise_top_k_positions(vector_D, k, sizes, phi_min)
         given = {"vector_D": vector_D, "k": k, "layer_sizes": sizes, "phi_min": phi_min}
