@@ -247,9 +247,10 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 # a fifth of these rates.) Then we measured the accuracy of every method with three other seeds, on 26,000 other images. The plan
 # (`params/compare_plan.yaml`) was committed before the first of these runs.
 #
-# In two respects, the rows are not quite comparable. Some methods send everything in the first epoch, which we call the *dense start*. (DGC
-# sends a quarter of the entries in this epoch.) And STC and QSGD encode their messages in fewer bits than the encoding of the TCS paper
-# would need. `uv run tcs compare NAME` makes the row of a method in this table. A method of your own gets a row in the same way
+# In three respects, the rows are not quite comparable. Some methods send everything in the first epoch, which we call the *dense start*.
+# (DGC sends 25 times its usual entries in this epoch: a quarter of all, and with -K4 and -K16 fewer.) STC and QSGD encode their messages in
+# fewer bits than the encoding of the TCS paper would need. And the server's reply is compressed only where the table of names below says so;
+# of LowRank and QSGD, it is most of all bytes. `uv run tcs compare NAME` makes the row of a method in this table. A method of your own gets a row in the same way
 # ([09_your_own_scheme](09_your_own_scheme.ipynb)).
 #
 # The names have these parts:
@@ -411,11 +412,11 @@ print("By these intervals,", "; ".join(f"{', '.join(names)} {'is' if len(names) 
 # | Method | What a client sends | Source | What differs from the source |
 # | :--- | :--- | :--- | :--- |
 # | STC | the signs of the largest 1 % of the entries, and one magnitude for all of them; the server sends the same kind of message | [Sattler et al., 2019](https://arxiv.org/abs/1903.02891) | the paper sends 1/400 of the entries (in our names STC-K4) |
-# | DGC | the largest 1 % of the entries, with momentum at the clients | [Lin et al., 2018](https://arxiv.org/abs/1712.01887) | gradients are not clipped; in the first epoch, a quarter of all entries is sent, instead of several stages |
+# | DGC | the largest 1 % of the entries, with momentum at the clients | [Lin et al., 2018](https://arxiv.org/abs/1712.01887) | the paper sends 0.1 % of the entries; gradients are not clipped; in the first epoch, 25 times as many entries are sent, instead of a quarter of all, then fewer in several stages |
 # | EF-signSGD | the sign of every entry, and one magnitude; with -D1 the server does the same | [Karimireddy et al., 2019](https://arxiv.org/abs/1901.09847), [Zheng et al., 2019](https://arxiv.org/abs/1905.10936) | one magnitude for the whole message; Zheng et al. have one per block of entries, and momentum |
-# | QSGD | all entries, rounded at random to a few values, so that the mean is right | [Alistarh et al., 2017](https://arxiv.org/abs/1610.02132) | values are scaled by the largest magnitude of a message; the paper scales buckets of values by their norm |
-# | LowRank | the update of each layer as a product of two thin matrices | like PowerSGD, [Vogels et al., 2019](https://arxiv.org/abs/1905.13727) | each client sends matrices of its own; PowerSGD needs two exchanges per round, the second of which depends on the first |
-# | CocktailSGD (text only) | of a random part of the entries the largest, with few bits; the server does the same | Wang et al., 2023 (ICML) | all clients have the same model, and add what was not sent to their next message |
+# | QSGD | all entries, rounded at random to a few values, so that the mean is right | [Alistarh et al., 2017](https://arxiv.org/abs/1610.02132) | values are scaled by the largest magnitude of a message, where the paper scales buckets of values by their norm; the server's reply has all values in 32 bits |
+# | LowRank | the update of each layer as a product of two thin matrices | like PowerSGD, [Vogels et al., 2019](https://arxiv.org/abs/1905.13727) | each client sends matrices of its own, and the server's reply has all values in 32 bits; PowerSGD needs two exchanges per round, the second of which depends on the first, and both directions are matrices |
+# | CocktailSGD (text only) | of a random part of the entries the largest, with few bits; the server does the same | Wang et al., 2023 (ICML) | all clients have the same model, and add what was not sent to their next message; one scale for a message instead of one per bucket; positions are coded among all entries |
 #
 # All but QSGD keep what they have not sent, and add it to their next message. Our code for them is in `tcs_lab/schemes/rivals.py` and
 # `tcs_lab/schemes/low_rank.py`, and their tests are in `tests/lab/schemes/test_rivals.py`.

@@ -45,7 +45,7 @@ from tcs_lab.studies.nodes import Node, Participant, ServerRounds
 import tcs_core as tcs
 
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
-scheme = "TCS"  # any scheme without global momentum
+scheme = "TCS"  # any scheme without momentum, -GE or a sparse warm-up
 clients = 2  # nodes of Flower
 rounds = 4  # in total, with those of the warm-up
 warmup = 1  # dense rounds at the start

@@ -8,7 +8,12 @@ from tcs_lab.studies.nodes import FederatedJob
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-SETTINGS = {"scheme": "TCS", "clients": 2, "rounds": 4, "warmup": 1}  # any scheme without momentum
+SETTINGS = {
+    "scheme": "TCS",
+    "clients": 2,
+    "rounds": 4,
+    "warmup": 1,
+}  # without momentum, -GE or sparse warm-up
 WIDTH, LOCAL_STEPS, RATE, SEED = 256, 3, 0.1, 0
 
 torch.set_num_threads(1)

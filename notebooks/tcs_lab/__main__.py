@@ -122,13 +122,13 @@ def _add_runs(command: Command) -> None:
         "tcs sensitivity --params params/short.yaml --setting phi_local --seed 0 \\",
         "    --set data_root=cifar10.tar",
     )  # fmt: skip
-    for add in (run, vary):
+    for add, usual in ((run, "table and a profile"), (vary, "profile alone")):
         add(
             "--params",
             nargs="+",
             action="extend",
             required=True,
-            help="YAML files of parameters, usually a table and a profile; a later file wins over an "
+            help=f"YAML files of parameters, usually a {usual}; a later file wins over an "
             "earlier one (may be repeated)",
         )
         only, instead = ("", " instead of those of the files") if add is run else ("only ", "")

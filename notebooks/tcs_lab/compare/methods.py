@@ -107,27 +107,16 @@ def find_stored_method(name: str) -> Method:
         usual = Scheme.named(name).name
     except ValueError as error:
         raise ValueError(f"METHOD: {error}; allowed: a Python file, or {_A_SCHEME}") from None
-    _check_class(usual)
+    _check_suffixes(usual)
     return Method(usual, list_densities(usual))
 
 
-def _check_class(name: str) -> None:
+def _check_suffixes(name: str) -> None:
     """Raise ValueError for a scheme of a class with `compress` and `decompress` whose suffixes say what is
     sent, because the class itself decides that."""
     scheme = Scheme.named(name)
-    plain = ("tensors", 32, 1.0, None, None)
-    sent = (
-        scheme.code,
-        scheme.value_bits,
-        scheme.phi_global,
-        scheme.phi_local,
-        scheme.phi_min_global,
-    )
-    if issubclass(RULES[scheme.rule], TensorRule) and sent != plain:
-        what = "a class with compress and decompress decides itself what is sent"
-        raise ValueError(
-            f"{name}: got a suffix about what is sent, but {what}, allowed: -L<H> and momentum"
-        )
+    if issubclass(rule := RULES[scheme.rule], TensorRule):
+        rule(scheme, [1])
 
 
 def list_densities(name: str) -> tuple[str, ...]:
@@ -136,10 +125,10 @@ def list_densities(name: str) -> tuple[str, ...]:
     if others := getattr(RULES[rule], "densities", ()):
         suffixes = name.removeprefix(rule)
         return (name, *(Scheme.named(other + suffixes).name for other in others if other != rule))
-    names = [name]
+    names, stem = [name], name.rstrip("+")  # a plus comes after all suffixes
     for suffix in SMALLER:
         with contextlib.suppress(ValueError):
-            names.append(Scheme.named(name + suffix).name)
+            names.append(Scheme.named(stem + suffix + name[len(stem) :]).name)
     return tuple(names)
 
 
@@ -171,7 +160,7 @@ def read_method_file(path: Path, name: str = "", source: bytes | None = None) ->
     except ValueError as error:
         raise ValueError(f"{path}: {wanted}: {error}") from None
     try:
-        _check_class(usual)
+        _check_suffixes(usual)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return Method(usual, list_densities(usual), path, source)

@@ -127,7 +127,7 @@ def estimate_minutes(track: Track, names: Sequence[str], slower: float | None) -
     minutes = track.analysis.minutes
     if slower is None:
         is_class = Scheme.named(names[0]).code == "tensors"
-        remark = " (or several times as long with compress and decompress; --dry-run measures it)"
+        remark = " (or several times as long with compress and decompress)"
         return minutes, remark if is_class else ""
     if slower <= 1:
         return minutes, ""

@@ -37,7 +37,7 @@ def _conditions(config: RunConfig, training: Training) -> dict[str, Any]:
 def save_checkpoint(
     config: RunConfig, training: Training, rows: list[Row], ways: list[dict[str, Any]]
 ) -> None:
-    """Save where a training is. `ways` are the values of `records.rounding` under which its rows were
+    """Save where a training is. `ways` are the values of `records.way_of` under which its rows were
     made."""
     state = _conditions(config, training) | {"rows": json.dumps(rows), "ways": json.dumps(ways)}
     state["training"] = training.state_dict()
@@ -103,11 +103,12 @@ def _read_checkpoint(
 
 def epochs_kept(config: RunConfig) -> int:
     """How many epochs of a run its checkpoint holds; 0 without a checkpoint, or with one that cannot
-    be used (the run itself says why)."""
+    be used (the run itself says why). Its data are not compared."""
     path = checkpoint_path(config)
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        return len(json.loads(state["rows"])) if state["state version"] == STATE_VERSION else 0
+        fits = (state["state version"], state["settings"]) == (STATE_VERSION, config.digest)
+        return len(json.loads(state["rows"])) if fits else 0
     except Exception:  # as in `load_checkpoint`: damaged files raise many kinds
         return 0
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from tcs_lab.runs.jobs import Job, check_folder
+from tcs_lab.runs.jobs import Job, check_folder, read_jobs
 from tcs_lab.runs.progress import Progress, show_rows
 from tcs_lab.runs.records import Record, results_folder
 from tcs_lab.runs.workers import start_job, stop_processes
@@ -135,9 +135,10 @@ class Deadline:
                 )
             attempt = Attempt(job, done=job.parts_kept())
             if job.is_made(results):
-                job.read(results)
                 attempt.outcome = "was there"
             self.attempts.setdefault(job.digest, attempt)
+        # raises for records of other data than that which is given
+        read_jobs([one.job for one in self.attempts.values() if one.outcome], results)
         check_folder(results_folder("", results))
         if self.pack:
             if self.pack.is_dir():
@@ -150,6 +151,7 @@ class Deadline:
     def make(self, minutes: float) -> list[Record]:
         """Make what fits into so many minutes from now, and return the new records. A job that has not
         ended by then is told to end, and goes on from its last checkpoint the next time."""
+        self._write_pack()  # an empty one, so that nobody takes an older file for this one's
         ends = time.monotonic() + 60 * minutes
         bar = _Follower({one.job.digest: one for one in self.waiting})
         with bar, show_rows(bar) as told:

@@ -22,7 +22,7 @@ import torch
 from tcs_core import kept
 from tcs_lab.runs.jobs import Job
 from tcs_lab.runs.records import device_name, record_path, results_folder
-from tcs_lab.tasks.images import synthetic_dataset
+from tcs_lab.tasks.images import Dataset, synthetic_dataset
 from tcs_lab.tasks.text import load_text
 from tcs_lab.training.configuration import RunConfig
 from tcs_lab.training.training import Data, Training
@@ -107,7 +107,9 @@ def estimate_run(config: RunConfig, results: str | Path | None) -> float:
 
 # How many samples an epoch has ────────────────────────────────────────────────────────────────────
 
-_KNOWN_SAMPLES = {"synthetic": (8_000, 2_000), "cifar10": (50_000, 10_000)}  # training, test
+_KNOWN_SAMPLES = {  # training, test
+    "synthetic": (8_000, 2_000), "synthetic-compare": (48_000, 1_000), "cifar10": (50_000, 10_000),
+}  # fmt: skip
 _UNKNOWN_SAMPLES = (50_000, 10_000)  # of a folder that nobody has counted yet
 _TEST_SHARE = 1 / 3  # of the time of training on a sample: a test has no backward pass
 
@@ -199,13 +201,22 @@ def _timed_pace(config: RunConfig) -> float:
     return _TIMED[key]
 
 
+def _images_of_size(count: int, size: int | None) -> Dataset:
+    """Make images of any size; only their shape matters here."""
+    data = synthetic_dataset(count, 1)
+    if size is not None and (times := -(-size // 32)) > 1:
+        larger = data.train_images.repeat_interleave(times, 1).repeat_interleave(times, 2)
+        data = replace(data, train_images=larger, test_images=larger[:1])
+    return data.resize(size)
+
+
 def _seconds_a_round(config: RunConfig, samples: int) -> float:
     """The time of the fastest of a few rounds. The number of torch's threads stays as it is."""
     data: Data
     if config.dataset == "text":
         data = load_text()
     else:
-        data = synthetic_dataset((1 + _ROUNDS) * samples, 1).resize(config.image_size)
+        data = _images_of_size((1 + _ROUNDS) * samples, config.image_size)
         config = replace(config, dataset="synthetic", data_root=None, data_label=None)
     training, before = Training(config, data), torch.get_num_threads()
     torch.set_num_threads(config.threads or before)

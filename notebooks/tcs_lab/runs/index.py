@@ -23,6 +23,7 @@ def find_records(
     what the facts of other kinds are. ValueError names a file that can't be read, or a fact that
     records of this kind do not have.
     """
+    facts = {k: list(v) if isinstance(v, tuple) else v for k, v in facts.items()}  # as in JSON
     # A part of the path that is not given may be any.
     folders = defaultdict(lambda: "*", {k: glob.escape(str(v)) for k, v in facts.items()})
     there = sorted(results_folder("", results).glob(kind.pattern.format_map(folders)))

@@ -120,7 +120,7 @@ def provenance(config: RunConfig | None = None) -> dict[str, Any]:
 _REPEATS = {
     "cpu": "bit for bit, on this kind of processor with these threads and versions",
     "cuda": "within rounding: sums on a GPU have no fixed order",
-    "mixed": "within rounding: it went on from a checkpoint that was made in another of these ways",
+    "mixed": "not exactly: it went on from a checkpoint that was made in another of these ways",
 }
 
 
@@ -137,6 +137,11 @@ def rounding(config: RunConfig) -> dict[str, Any]:
         "client_threads": one_core,
         "bf16_convolutions": uses_bf16_convolutions(config),
     }
+
+
+def way_of(config: RunConfig) -> dict[str, Any]:
+    """What decides the numbers of a run's rows beside its settings: how sums are rounded, and the code."""
+    return rounding(config) | {"core_sha256": _CORE_SHA256, "lab_sha256": _LAB_SHA256}
 
 
 def _threads(config: RunConfig | None) -> dict[str, int]:
@@ -227,7 +232,7 @@ def make_record(
     config: RunConfig, training: Training, data: Data, rows: list[Row],
     ways: list[dict[str, Any]], status: str, reason: str | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Put together the record of a run that ended. `ways` are the different values of `rounding` under
+    """Put together the record of a run that ended. `ways` are the different values of `way_of` under
     which its rows were made."""
     made = provenance(config)
     made |= {"dataset": data.label, "fingerprint": data.fingerprint}

@@ -34,10 +34,15 @@ from tcs_lab.runs.records import (
     git_state,
     make_record,
     record_path,
-    rounding,
+    way_of,
 )
 from tcs_lab.tasks.images import user_path
-from tcs_lab.training.configuration import RunConfig, list_outside_parts
+from tcs_lab.training.configuration import (
+    RUN_KEYS,
+    WHERE_KEYS,
+    RunConfig,
+    list_outside_parts,
+)
 from tcs_lab.training.training import Data, Row, Training, load_data
 
 
@@ -150,7 +155,8 @@ class Run(Job):
         check_record(record, path)
         facts = {"profile": path.parents[1].name, "status": record["status"]}
         scheme = {"digest": record["digest"], "scheme": record["config"]["scheme"]["name"]}
-        return record["config"] | facts | scheme
+        usual = {key: getattr(RunConfig, key) for key in RUN_KEYS - WHERE_KEYS}  # of older records
+        return usual | record["config"] | facts | scheme
 
 
 def _check_data(record: Record, config: RunConfig, path: Path) -> None:
@@ -186,7 +192,7 @@ def _train(config: RunConfig, data: Data, on_epoch: Tell) -> Record:
     git_state()  # now: the code may be edited while this runs
     training = Training(config, data)
     rows, ways = load_checkpoint(config, training)
-    if (way := rounding(config)) not in ways:
+    if (way := way_of(config)) not in ways:
         ways.append(way)
     reason, pace = None, Pace()
     for epoch in range(len(rows), config.epochs):

@@ -3,7 +3,7 @@
 The power iteration is PowerSGD's (Vogels et al., 2019, arXiv:1905.13727), with its warm start and
 error feedback. It is not PowerSGD: that one averages the first factor over all clients before it
 makes the second, in two all-reduces. Here each client sends factors of its own, so that the server
-can add up messages as they come.
+can add up messages as they come. The server's reply has all entries in 32 bits.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Without a suffix, STC and DGC keep 1 % of the entries, as TCS and top-K do here.
 keeps 1/400; this is "STC-K4" here.) The suffixes of the core can be added where they make sense. This
 module registers two more quantizers: -S<q> rounds at random, and -R<q> rounds to the nearest of evenly
 spaced values. None of the methods begins with dense rounds, because none of their papers does. DGC begins
-with an epoch in which it sends 25 times its usual entries, which is a quarter of all.
+with an epoch in which it sends 25 times its usual entries: a quarter of all, and with -K4 and -K16 fewer.
 
 DGC stores more than errors, so it has a client class of its own. Records are named by the fields of a
 scheme alone. So if you change what one of these methods computes, give it another name.
@@ -29,7 +29,8 @@ What differs from their papers:
   values to zero.
 - The clients of CocktailSGD all train the same model, and what was not sent is added to the next message. In
   its published code, a client trains a model to which this has been added already.
-- DGC does not clip gradients, and its warm-up has one level of sparsity instead of four.
+- DGC sends 1 % of the entries instead of 0.1 %, does not clip gradients, and its warm-up has one level of
+  sparsity instead of four.
 - Messages have the format of the core. So they contain P means where QSGD and CocktailSGD need one value, a
   sign also for zeros, and positions of CocktailSGD among all entries instead of among the random part.
 
@@ -177,6 +178,6 @@ class DGCClient(Client):
     error_unit="gradient",
 )  # fmt: skip
 class DGC(TopK):
-    """Top-K of accumulated momentum. In its warm-up a quarter of all entries is sent."""
+    """Top-K of accumulated momentum. In its warm-up 25 times as many entries are sent."""
 
     client_type = DGCClient

@@ -86,6 +86,21 @@ class TensorRule(Dense):
     compresses_downlink = False
     model: Any = None  # a `tcs_core.FlatView` of the trained model, once it is set
 
+    def __init__(self, scheme: Scheme, layer_sizes: list[int], device: Any = "cpu", seed: int = 0):
+        super().__init__(scheme, layer_sizes, device, seed)
+        name, usual = scheme.name, {"code": "tensors", "value_bits": 32, "phi_global": 1.0}
+        usual |= dict.fromkeys(("phi_local", "phi_min_global", "phi_min_local", "phi_down"))
+        usual |= {"down_value_bits": 32} if self.compresses_downlink else {}
+        if any(getattr(scheme, field) != value for field, value in usual.items()):
+            what = "a class with compress and decompress decides itself what is sent"
+            raise ValueError(
+                f"{name}: got a suffix about what is sent, but {what}, allowed: -L<H> and momentum"
+            )
+        if torch.device(device).type != "cpu":
+            raise ValueError(
+                f"{name}: device: got {device}, allowed with compress and decompress: cpu"
+            )
+
     def set_model(self, flat: Any) -> None:
         """Set the model, which has the names and shapes of the parameters.
 
@@ -113,9 +128,16 @@ class TensorRule(Dense):
 @dataclass(frozen=True, eq=False)
 class TensorMessage(Message):
     """A message with a payload, which only the receiver's instance of the method can decode. Until
-    then its values are zeros."""
+    then its values are zeros, and `add_to_` raises ValueError."""
 
     payload: bytes = b""
+    is_decoded: bool = False
+
+    def add_to_(self, sum_D: Tensor, shared_K: Tensor | None, weight: float = 1.0) -> None:
+        if not self.is_decoded:
+            what = "a message of a class with `downlink = True` cannot be read from its bytes"
+            raise ValueError(f"{what}, allowed: no wire, or a class without `downlink`")
+        super().add_to_(sum_D, shared_K, weight)
 
     @staticmethod
     def of_payload(payload: bytes, dimension: int, sender: int, round: int) -> TensorMessage:
@@ -144,6 +166,9 @@ CODES["tensors"] = TensorCode()
 class Side:
     """A sender or a receiver: an instance of a method, and the headers of the last message.
 
+    A sender assumes that the receiver has these headers once `has_arrived` is True. If a message was
+    lost, the next one contains all headers again.
+
     `who` names it. A method that draws random numbers draws others at the server than at a client,
     unless it makes them from a seed that it has sent.
     """
@@ -152,6 +177,7 @@ class Side:
         self.rule, self.who, self.numbers = rule, who, numbers
         self.instance = rule.make()
         self.headers: list[bytes] = []  # for each parameter, the header of its last tensors
+        self.has_arrived = True  # the message of which these are
         self.first_attributes = dict(getattr(self.instance, "__dict__", {}))
 
     def compress(self, vector_D: Tensor, round: int) -> bytes:
@@ -172,9 +198,9 @@ class Side:
                     raise NotFiniteError(*self.numbers or (SERVER,))
                 headers.append(header)
                 data.append(content)
-        before = self.headers or [b""] * len(headers)
+        before = (self.has_arrived and self.headers) or [b""] * len(headers)
         changed = [one != other for one, other in zip(headers, before, strict=True)]
-        self.headers = headers
+        self.headers, self.has_arrived = headers, False
         news = [h for h, is_new in zip(headers, changed, strict=True) if is_new]
         lengths = b"".join(len(header).to_bytes(4, "little") for header in news)
         return np.packbits(changed).tobytes() + lengths + b"".join(news + data)
@@ -232,7 +258,7 @@ class Side:
         """Return what the instance keeps as bytes, in a tensor. Raises ValueError, which names the
         attribute, if a resumed run would go on without what is in it."""
         kept = self.instance.state_dict() if _has_state_dict(self.instance) else self._attributes()
-        data = pack({"said": self.headers, "kept": kept})
+        data = pack({"said": self.headers if self.has_arrived else [], "kept": kept})
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     def _attributes(self) -> dict[str, Any]:
@@ -251,7 +277,7 @@ class Side:
 
     def load(self, state: Tensor) -> None:
         read = unpack(state.cpu().numpy().tobytes())
-        self.headers = read["said"]
+        self.headers, self.has_arrived = read["said"], True
         if _has_state_dict(self.instance):
             self.instance.load_state_dict(read["kept"])
         else:
@@ -420,6 +446,10 @@ class TensorClient(Client):
         self.in_flight = flight
         return TensorMessage.of_payload(payload, known.dimension, self.number, known.round)
 
+    def arrived(self, received: Message | None = None) -> None:
+        super().arrived(received)
+        self.side.has_arrived = True
+
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"method": self.side.state()}
 
@@ -449,10 +479,11 @@ class TensorDownlink(Client):
         intended_D = update_D if self.errors_D is None else self.errors_D + update_D
         payload = self.side.compress(intended_D, known.round)
         sent_D = self.twin.decompress(payload, known.round)
+        self.side.has_arrived = True
         if self.errors_D is not None:
             self.errors_D = intended_D - sent_D
-        none_K = known.shared_K[:0]
-        return TensorMessage(sent_D, none_K, SERVER, known.round, payload=payload)
+        none_K, now = known.shared_K[:0], known.round
+        return TensorMessage(sent_D, none_K, SERVER, now, payload=payload, is_decoded=True)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"method": [self.side.state(), self.twin.state()]}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import tcs_core as tcs
+import tcs_lab.schemes  # noqa: F401  (registers schemes such as STC)
 from tcs_lab.support.errors import to_python
 from tcs_lab.support.files import write_whole
 
@@ -84,6 +85,10 @@ class Participant:
         self.known = tcs.Known(job.scheme, self.flat.layer_sizes, job.seed, order=order)
         if self.known.scheme.warmup_masks != 1:
             raise ValueError(f"scheme: got {job.scheme}, allowed: schemes without a sparse warm-up")
+        if hasattr(
+            self.known.rule, "set_model"
+        ):  # of methods that compress each parameter separately
+            self.known.rule.set_model(self.flat)
         self.theta_D = torch.empty(self.flat.dimension)
         self.flat.read_(self.flat.views(self.theta_D))
 

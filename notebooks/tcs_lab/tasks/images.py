@@ -320,7 +320,8 @@ def _hash_source(path: Path) -> str:
         with path.open("rb") as f:
             return hashlib.file_digest(f, "sha256").hexdigest()[:32]
     sha, inside = hashlib.sha256(), path.resolve()
-    for file in _list_files(path, "**/*"):
+    # "*/**/*" also lists what is in a class folder that is a link
+    for file in dict.fromkeys(_list_files(path, "**/*") + _list_files(path, "*/**/*")):
         if not file.exists() or not file.resolve().is_relative_to(inside):
             where = file.relative_to(path).as_posix()
             raise ValueError(

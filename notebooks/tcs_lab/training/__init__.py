@@ -2,7 +2,8 @@
 
 `configuration` has the fields of a run, and `training` makes a federation of them. `text_feed` has
 the batches of a text, and `watching` counts how masks change. Each further module is one way to run a
-training: clients in threads, streams or side by side, or rounds as a CUDA graph. A new way to
+training: clients in threads, streams or side by side, rounds as a CUDA graph, or convolutions in bf16 on
+processors without AVX-512. A new way to
 run, or a new setting of a run, belongs here. Files and records belong to `runs`.
 """
 
@@ -12,6 +13,7 @@ __getattr__, __dir__ = lazily(
     __name__,
     dict.fromkeys(
         (
+            "bf16_convolutions",
             "client_streams",
             "client_threads",
             "configuration",

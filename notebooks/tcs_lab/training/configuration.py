@@ -15,7 +15,7 @@ import torch
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 import tcs_lab.schemes  # noqa: F401  (registers what records name)
-from tcs_core import QUANTIZERS, STAGES, Scheme, kept, rule_of
+from tcs_core import CODES, QUANTIZERS, STAGES, Scheme, kept, rule_of
 from tcs_lab.support.errors import format_value, text_hint, to_python
 
 # Kinds of values. A new setting is one line in RunConfig. Its check, and the words of an error about it,
@@ -235,6 +235,8 @@ class RunConfig:
             "drops": list(self.drops), "learning_rate": self.eta, "clients": self.client_count,
             "batch_size": self.batch, "warmup_epochs": self.warmup,
         }  # fmt: skip
+        if self.dataset not in ("cifar10", "folder"):
+            values["data_label"] = None  # what the program makes has a name of its own
         if self.scheme.centralized:
             values |= {"participation": 1.0, "dirichlet_alpha": None, "warmup_learning_rate": None}
             if self.reference_batch is not None:
@@ -259,7 +261,8 @@ class RunConfig:
     @property
     def torch_device(self) -> torch.device:
         """The device on which this run is made. Raises ValueError if this machine has no such device."""
-        auto = "cuda" if torch.cuda.is_available() else "cpu"
+        per_tensor = self.scheme.code == "tensors"  # a class with compress and decompress
+        auto = "cuda" if torch.cuda.is_available() and not per_tensor else "cpu"
         device = torch.device(auto if self.device == "auto" else self.device)
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             count = torch.cuda.device_count()
@@ -297,13 +300,14 @@ _OUR_ROOM = "tcs_lab.schemes."
 
 
 def list_outside_parts(scheme: Scheme) -> list[Any]:
-    """List the classes of a scheme's rule, its client and server types, and its quantizers that belong
-    neither to the core nor to the lab. Worker processes do not know them."""
+    """List the classes of a scheme's rule, of its client and server types and of its code, and its
+    quantizers that belong neither to the core nor to the lab. Worker processes do not know them."""
     rule = rule_of(scheme)
     types = [kind for kind in (rule.client_type, rule.server_type) if kind]
     sides = [base for kind in types for base in kind.__mro__]
     parts: list[Any] = [*rule.__mro__, *sides]
     parts += [QUANTIZERS[name] for name in {scheme.quantizer, scheme.down_quantizer}]
+    parts += type(CODES[scheme.code]).__mro__
     homes = [(part, part.__module__) for part in parts]
     return [part for part, home in homes if home not in _OURS and not home.startswith(_OUR_ROOM)]
 

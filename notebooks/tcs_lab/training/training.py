@@ -329,21 +329,19 @@ def pack_flags(right: Tensor) -> str:
     return base64.b64encode(np.packbits(right.numpy()).tobytes()).decode()
 
 
-def unpack_flags(text: str) -> np.ndarray:
-    """Return the flags that `pack_flags` packed, bool, with the bits that fill the last byte."""
-    return np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8)).astype(bool)
-
-
 def read_outcomes(record: dict[str, Any]) -> np.ndarray | None:
     """Return which of the images tested after the last epoch were classified right, (images,) bool.
 
-    Returns None if the record did not keep it. Raises ValueError if it contradicts the accuracy.
+    Returns None if the record did not keep it, or if not one of them was. Raises ValueError if it contradicts the accuracy.
     """
     last = record["rows"][-1] if record["rows"] else {}
     if "right" not in last:
         return None
-    padded = unpack_flags(last["right"])
-    count = round(padded.sum() / last["accuracy"]) if last["accuracy"] else len(padded)
+    # the flags that `pack_flags` packed, with the bits that fill the last byte
+    padded = np.unpackbits(np.frombuffer(base64.b64decode(last["right"]), np.uint8)).astype(bool)
+    if not last["accuracy"]:
+        return None  # then the number of images cannot be told
+    count = round(padded.sum() / last["accuracy"])
     short = len(padded) - count  # the last byte may be filled with zeros
     if not 0 <= short < 8 or padded[count:].any() or padded.sum() / count != last["accuracy"]:
         raise ValueError(

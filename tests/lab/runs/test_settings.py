@@ -140,10 +140,11 @@ def test_identity_ignores_where_and_how_fast_and_nothing_else():
         assert paper("TCS", **change).digest == base.digest
     folder = paper("TCS", dataset="folder")
     assert paper("TCS", dataset="folder", data_root="/x").digest == folder.digest
+    assert paper("TCS", data_label="x").digest == base.digest  # synthetic images have their own
     different = [
         {"seed": 1}, {"learning_rate": 0.8}, {"epochs": 200}, {"batch_size": 32}, {"clients": 5},
         {"participation": 0.5}, {"width": 16}, {"model": "resnet8"}, {"precision": "bf16"},
-        {"dataset": "cifar10"}, {"data_label": "x"}, {"dirichlet_alpha": 0.1}, {"drops": (0.5,)},
+        {"dataset": "cifar10"}, {"dataset": "cifar10", "data_label": "x"}, {"dirichlet_alpha": 0.1}, {"drops": (0.5,)},
         {"weight_decay": 0.0}, {"warmup_epochs": 1}, {"reference_batch": None}, {"train_samples": 9},
     ]  # fmt: skip
     digests = {paper("TCS", **c).digest for c in different} | {base.digest, paper("TCS-L4").digest}
