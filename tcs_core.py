@@ -25,7 +25,7 @@ Contents, with the main names of each section
                        (Alg. 1, 3)
     8 models           resnet18, build_model
     9 a hook for DDP   TCSState, tcs_hook
-   10 states           check_same_state; errors for names that were removed
+   10 states           check_same_state
 
 Symbols (a suffix of a name, such as _D or _NS, gives the dimensions of a tensor)
     D parameters   N clients   K kept entries   L layers   H local steps   B batch   P intervals
@@ -3924,7 +3924,8 @@ class Federation:
         if self._hidden_S is not None:
             self.flat.lend(list(self._hidden_S.split(self.flat.norm_sizes)))
         try:
-            return {key: _by_value(value) for key, value in self.model.state_dict().items()}
+            with self.trainer.in_training_modes():
+                return {key: _by_value(value) for key, value in self.model.state_dict().items()}
         finally:
             self.flat.lend(buffers)
 
@@ -3938,10 +3939,12 @@ class Federation:
         module's `get_extra_state`.
         """
         self._check_usable("state_dict")
-        # inside `evaluated`, the module has averaged statistics, which must not be read
-        self.trainer.read_module(statistics=self._hidden_S is None)
+        # inside `evaluated`, the module may have others than its own statistics
+        self.trainer.read_module(self._hidden_S)
         server = self.server_optimizer
-        state = self._tensors() | {
+        with self.trainer.in_training_modes():
+            tensors = _by_value(self._tensors())
+        state = tensors | {
             "version": STATE_VERSION,
             "scheme": scheme_state(self.scheme),
             "t": int(self.t),
@@ -4005,11 +4008,12 @@ class Federation:
             undo.pop_all()
         self.is_whole = False  # until all below is done
         self.trainer.optimizers = made
-        self.trainer.load(state["theta_D"], state["statistics_NS"], state["left_S"])
+        with self.trainer.in_training_modes():
+            self.trainer.load(state["theta_D"], state["statistics_NS"], state["left_S"])
+            for name, buffer in self.flat.other_buffers().items():
+                buffer.copy_(state["buffers"][name])
         if self.momentum_D is not None:
             self.momentum_D.copy_(state["momentum_D"])
-        for name, buffer in self.flat.other_buffers().items():
-            buffer.copy_(state["buffers"][name])
         self.t, self.active = state["t"], list(state["active"])
         self.is_whole = True
 
@@ -4088,7 +4092,7 @@ class LocalTrainer:
         self.statistics_NS = self.left_S.repeat(feed.clients, 1)
         self.losses_N = torch.zeros(feed.clients, dtype=torch.float32, device=self.flat.device)
         self.make_views()
-        with self._in_training_modes():
+        with self.in_training_modes():
             self.flat.read_(self.theta_views)
 
     def use(self, model: nn.Module) -> None:
@@ -4254,19 +4258,17 @@ class LocalTrainer:
 
     # The module during a round.
 
-    def read_module(self, statistics: bool = True) -> None:
-        """Read theta from the module and, with `statistics`, running statistics that were loaded
-        into it since the last round.
+    def read_module(self, own_S: Tensor | None = None) -> None:
+        """Read theta and running statistics from the module, which may have been loaded into it
+        since the last round. `own_S` are its statistics, (S,), if it has others at the moment.
 
         Raises ValueError, with nothing changed, if the module now trains other parameters.
         """
         self.flat.check_unchanged()
-        now_S = self.flat.statistics()
+        now_S = self.flat.statistics() if own_S is None else own_S.clone()
         check_same_state("model: statistics of its norms", now_S, self.left_S)
-        with self._in_training_modes():
+        with self.in_training_modes():
             self.flat.read_(self.theta_views)
-        if not statistics:
-            return
         changed = (now_S != self.left_S).any()  # loaded, or trained elsewhere
         if is_on_cpu(changed) and not changed:
             return  # on a GPU, `where` decides below without making the host wait
@@ -4278,7 +4280,7 @@ class LocalTrainer:
         self.flat.put(self.theta_views)
 
     @contextlib.contextmanager
-    def _in_training_modes(self) -> Iterator[None]:
+    def in_training_modes(self) -> Iterator[None]:
         """Put all modules into the modes that they have in training, and restore their modes
         afterwards.
 
@@ -4310,7 +4312,7 @@ class LocalTrainer:
         buffers, gradients = self.flat.statistics_buffers(), [p.grad for p in self.flat.parameters]
         devices = [self.flat.device] if self.flat.device.type == "cuda" else []
         before_NS, was_training = self.statistics_NS.clone(), self.model.training
-        with self._in_training_modes():
+        with self.in_training_modes():
             self.is_lent = True
             try:
                 if not was_training:
@@ -4339,12 +4341,13 @@ class LocalTrainer:
             return rows_NS.mean(0)
         shares = [weights[n] for n in clients]
         weights_N = torch.tensor(shares, dtype=torch.float32, device=rows_NS.device)
-        return (weights_N / weights_N.sum()) @ rows_NS
+        with torch.autocast(rows_NS.device.type, enabled=False):  # which would take 16 bits
+            return (weights_N / weights_N.sum()) @ rows_NS
 
     def load(self, theta_D: Tensor, statistics_NS: Tensor, left_S: Tensor) -> None:
         """Load theta and statistics from a saved state, also into the module."""
         self.theta_D.copy_(theta_D)
-        with self._in_training_modes():
+        with self.in_training_modes():
             self.put_theta()
         self.statistics_NS.copy_(statistics_NS)
         if buffers := self.flat.statistics_buffers():
@@ -4784,6 +4787,13 @@ class Feed:
         self.check_state(state)
         self.passes, self.given = list(state["passes"]), list(state["given"])
         self._running = [None] * self.clients
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Support copying and pickling, also in the middle of a pass: what can begin again does so
+        in the copy, as after `load_state_dict`."""
+        pairs = zip(self.sources, self._running, strict=True)
+        running = [now if isinstance(source, Iterator) else None for source, now in pairs]
+        return self.__dict__ | {"_running": running, "_told": {}}
 
 
 _END: Any = object()  # stands for "no more batches"
@@ -5295,10 +5305,9 @@ class TCSState:
         another optimizer sets it to zero. Without this, it would enter the errors again and again.
         """
         for p, gradient in zip(parameters, gradients, strict=True):
-            if p not in self._noted:  # from the next pass on
+            if p.requires_grad and p not in self._noted:  # from the next pass on
                 self._noted.add(p)
-                if p.requires_grad:
-                    p.register_post_accumulate_grad_hook(self._passed.add)
+                p.register_post_accumulate_grad_hook(self._passed.add)
             elif self._passed and p not in self._passed:
                 gradient.zero_()
         if last:
@@ -5415,7 +5424,9 @@ class TCSState:
         # A loaded state says which parameters must come in the first step.
         expects = bool(self._packing) and not self._settled
         if new and (self._by_name or self._settled):
-            whose = "of the given model" if self._by_name else "that came in the first step"
+            whose = "that came in the first step"
+            if self._by_name:
+                whose = "of the given model that were trained when this state was made"
             got = f"a parameter {tuple(new[0].shape)} of another model"
             raise ValueError(f"TCSState: got {got}, allowed: those {whose} (one state per model)")
         for p in parameters if new or expects else ():
@@ -5913,7 +5924,7 @@ def _forget_overflow_if(void: Tensor, errors_D: Tensor | None) -> None:
         errors_D.masked_fill_(void & ~errors_D.isfinite().all(), 0.0)
 
 
-# ══ 10. States that are loaded, and names that are gone ═══════════════════════════════════════════
+# ══ 10. States that are loaded ════════════════════════════════════════════════════════════════════
 #    Each `load_state_dict` first compares the whole state with its object, and only then assigns
 #    the first part.
 

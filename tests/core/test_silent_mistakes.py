@@ -251,6 +251,21 @@ def test_a_copied_federation_keeps_the_hooks_of_optimizers(key, copied):
     assert torch.equal(made.theta_D, other.theta_D)
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
+def test_a_federation_over_loaders_is_copied_in_the_middle_of_a_pass(copied, shuffle):
+    def loader(seed):
+        samples = [(x, y) for of in batches(3, seed) for x, y in zip(*of, strict=True)]
+        return torch.utils.data.DataLoader(samples, 4, shuffle=shuffle)
+
+    made = tcs.Federation(Classifier(), [loader(0), loader(1)], "TCS", 0.1)
+    for _ in range(2):
+        made.round()
+    other = copied(made)
+    for _ in range(6):
+        assert torch.equal(made.round(), other.round())
+
+
 # Schemes and sides ────────────────────────────────────────────────────────────────────────────────
 
 

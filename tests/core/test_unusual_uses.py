@@ -77,6 +77,57 @@ def test_a_module_that_merges_may_stay_in_eval_mode():
     torch.testing.assert_close(made.state_dict()["theta_D"], state["theta_D"])
 
 
+class LowRank(nn.Linear):
+    """Merges trained factors into its frozen weight in eval mode, as LoRA layers do."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.weight.requires_grad_(False)
+        self.up, self.down = (nn.Parameter(torch.randn(n, 2)) for n in (outputs, inputs))
+        self.merged = False
+
+    def train(self, mode=True):
+        super().train(mode)
+        if mode == self.merged:
+            with torch.no_grad():
+                self.weight += (-1 if mode else 1) * self.up @ self.down.T
+            self.merged = not mode
+        return self
+
+    def forward(self, x):
+        found = super().forward(x)
+        return found if self.merged else found + x @ self.down @ self.up.T
+
+
+def low_rank_net():
+    torch.manual_seed(3)
+    return nn.Sequential(LowRank(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("loads_in_eval", [False, True])
+@pytest.mark.parametrize("saves", ["in training", "in eval mode", "evaluated"])
+def test_states_of_a_module_that_merges_into_frozen_weights_are_those_of_training(
+    saves, loads_in_eval
+):
+    made = tcs.Federation(low_rank_net(), batches(), "FedAvg", 0.1)
+    made.round()
+    x = torch.ones(1, 6)
+    with made.evaluated() as model:
+        wanted = model(x)
+        if saves == "evaluated":
+            state, averaged = made.state_dict(), made.averaged_state_dict()
+    if saves != "evaluated":
+        made.model.train(saves == "in training")
+        state, averaged = made.state_dict(), made.averaged_state_dict()
+    other = tcs.Federation(low_rank_net().train(not loads_in_eval), batches(), "FedAvg", 0.1)
+    other.load_state_dict(state)
+    with other.evaluated() as model:
+        torch.testing.assert_close(model(x), wanted)
+    plain = low_rank_net()
+    plain.load_state_dict(averaged)
+    torch.testing.assert_close(plain.eval()(x), wanted)
+
+
 class Frozen(nn.Sequential):
     """Keeps its first module in eval mode."""
 

@@ -25,6 +25,17 @@ def test_an_autocast_around_whole_rounds_sees_every_local_step():
     assert torch.equal(inside.theta_D, around.theta_D)
 
 
+def test_an_autocast_around_whole_rounds_leaves_averaged_statistics_exact():
+    ends = []
+    for enabled in (False, True):
+        fed = federation(Classifier(), "FedAvg", weights=[1, 2])
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            ends.append(fed.trainer.average_statistics([0, 1], [1.0, 2.0]))
+            fed.statistics_NS[1] *= 1.01
+            ends.append(fed.trainer.average_statistics([0, 1], [1.0, 2.0]))
+    assert torch.equal(ends[0], ends[2]) and torch.equal(ends[1], ends[3])
+
+
 def test_modes_are_those_that_the_module_had_when_it_was_given():
     model = Classifier()
     model.train()
@@ -65,7 +76,11 @@ def test_a_state_has_what_the_owner_loaded_since_the_last_round():
     model.load_state_dict(
         {key: torch.ones_like(value) for key, value in model.state_dict().items()}
     )
-    assert (fed.state_dict()["theta_D"] == 1).all()
+    with fed.evaluated():  # also there
+        inside = fed.state_dict()
+    for state in (inside, fed.state_dict()):
+        assert (state["theta_D"] == 1).all()
+        assert (state["statistics_NS"] == 1).all() and (state["left_S"] == 1).all()
     assert (fed.statistics_NS == 1).all()
 
 

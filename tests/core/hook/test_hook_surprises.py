@@ -121,6 +121,33 @@ def test_a_loop_that_skips_a_step_skips_only_that(tmp_path, spikes):
         assert (found["undo"][1] == found["without"][1]).all()
 
 
+# Parameters that are frozen for a time ────────────────────────────────────────────────────────────
+
+
+def thawed(ranks, folder, frozen, named):
+    """Weights after ten steps, in some of which the first layer is frozen: without the hook, and with
+    one that sends everything."""
+    found = []
+    for hooked in (False, True):
+        settings = FULL | ({} if named else {"model": None})
+        model, _ = under_ddp(small_net(), hooked, unused=True, **settings)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number in range(10):
+            model.module[0].requires_grad_(number not in frozen)
+            optimizer.zero_grad()
+            loss_of(model, number).backward()
+            optimizer.step()
+        found.append(flat(model.parameters()).numpy())
+    return found
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("frozen", [range(4), range(3, 6), [0, 2, 3, 7]])
+def test_a_layer_that_was_frozen_trains_again(tmp_path, frozen, named):
+    for plain, hooked in start(2, tmp_path, thawed, list(frozen), named):
+        assert hooked == pytest.approx(plain, abs=1e-6)
+
+
 # When the state warns ─────────────────────────────────────────────────────────────────────────────
 
 
