@@ -297,45 +297,46 @@ class Scheme:
 
         Raises ValueError for an unknown name, for a suffix that makes no sense with the family, for
         two suffixes that set the same field, and for a change that contradicts the name, such as
-        local_steps=2 for "TCS-L4". A scheme of the paper also refuses a phi for a mask that it does
-        not have, such as phi_global for top-K.
+        local_steps=2 for "TCS-L4". A scheme of the paper also refuses a `phi_global` or `phi_local`
+        for a mask that it does not have, such as phi_global for top-K.
         """
         family, parts = _split_name(name)
         _check_fields(changes)
         changes = {field: _number(value) for field, value in changes.items()}
         _check_phis(family, changes)
         found = [(part, *_suffix_of(part, name)) for part in parts]
-        fields, said = dict(FAMILIES[family]), set[str]()
+        fields, said = dict(FAMILIES[family]), {False: set[str](), True: set[str]()}
         for part, suffix, number in sorted(found, key=lambda one: one[1].last):
             _check_needs(suffix, part, fields, name)
             sets = suffix.change(fields, number)
-            if said & sets.keys() and not suffix.last:
+            _check_fields(sets.keys() - {"rule"}, f"suffix {suffix.form}: ")
+            if said[suffix.last] & sets.keys():  # the last ones change what others have set
                 what = f"{part!r} sets what another suffix sets"
                 raise ValueError(f"scheme {shorten(name)}: {what}")
             for field in sets.keys() & changes.keys():
                 # `changes` may replace a suffix's phis and beta, which are only defaults, but not
                 # its number or its switch
-                is_said = number or type(sets[field]) is bool
+                is_said = number or type(sets[field]) in (bool, str)
                 if is_said and field not in _PHIS and changes[field] != sets[field]:
                     got = f"got {changes[field]!r} beside {part!r}, which says {sets[field]!r}"
                     raise ValueError(
                         f"scheme {shorten(name)}: {field}: {got}, allowed: one of them"
                     )
-            said |= sets.keys()
+            said[suffix.last] |= sets.keys()
             fields |= sets
-        spelt = "".join(_spelling(part, suffix, fields) for part, suffix, _ in found)
+        spelt = "".join(_spelling(suffix, number, fields) for _, suffix, number in found)
         return Scheme(name=family + spelt, **(fields | changes))
 
 
 _PHIS = ("phi_global", "phi_local", "phi_min_global", "phi_min_local", "phi_down")
 
 
-def _check_fields(given: Iterable[str]) -> None:
+def _check_fields(given: Iterable[str], what: str = "") -> None:
     """Raise ValueError unless these are names of fields of Scheme other than `name` and `rule`."""
     allowed = {field.name for field in dataclasses.fields(Scheme)} - {"name", "rule"}
     if unknown := sorted(set(given) - allowed):
         known = ", ".join(sorted(allowed))
-        raise ValueError(f"unknown field: {', '.join(unknown)}; allowed: {known}")
+        raise ValueError(f"{what}unknown field: {', '.join(unknown)}; allowed: {known}")
 
 
 def _refuse(key: str, value: Any, allowed: str) -> NoReturn:
@@ -495,6 +496,9 @@ def _check_phis(family: str, changes: dict[str, Any]) -> None:
     if family not in _THE_PAPERS:
         return
     fields = FAMILIES[family]
+    is_central = fields.get("centralized", False)
+    if changes.get("centralized", is_central) != is_central:
+        _refuse(f"{family}: centralized", changes["centralized"], f"{is_central}")
     for key in ("phi_global", "phi_local"):
         settled = key in fields and (fields["rule"] == "dense" or fields[key] is None)
         if settled and changes.get(key, fields[key]) != fields[key]:
@@ -505,12 +509,11 @@ def _check_phis(family: str, changes: dict[str, Any]) -> None:
             _refuse(f"{family}: {key}", changes[key], allowed)
 
 
-def _spelling(part: str, suffix: Suffix, fields: dict[str, Any]) -> str:
+def _spelling(suffix: Suffix, number: int, fields: dict[str, Any]) -> str:
     """Return a suffix as it is written in the names of records, whichever way the user wrote it."""
-    if part.lower().endswith("momentum"):
-        return "-Momentum" if fields.get("centralized") else "-Global Momentum"
-    has_number = "<" in suffix.form
-    return "-" + part.upper() if has_number else suffix.form
+    if suffix.form == "-Global Momentum" and fields.get("centralized"):
+        return "-Momentum"
+    return re.sub("<.*>", str(number), suffix.form)
 
 
 def register_suffix(
@@ -606,7 +609,11 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
     already means a family with suffixes, and for anything but a class derived from `MaskRule`.
     """
     _check_text("scheme: name", name)
+    if name != re.sub(r"-\s+", "-", name.strip()):
+        _refuse("scheme: name", name, "one without blanks at its ends or after a dash")
     _check_fields(fields)
+    if fields.get("shared_from", "update") != "update":
+        _refuse("shared_from", fields["shared_from"], "'update' with a rule of your own")
     papers = name in _THE_PAPERS and (name in FAMILIES or name in RULES)
     if papers or name.endswith("+") or _has_suffixes(name):
         raise ValueError(f"scheme {name!r} is known already: choose another name")
@@ -1589,7 +1596,8 @@ def _check_values(message: Message, wire: Wire) -> None:
         bits = 32 if message.dense else wire.value_bits
         raise ValueError(f"values: got {got}, allowed in this message: {bits} bits a value")
     if codes is not None and means is not None:
-        _check_quantized("of the message", (codes, means), len(values), wire.intervals)
+        on_host = codes.cpu(), means.cpu()  # where the numbers are checked, too
+        _check_quantized("of the message", on_host, len(values), wire.intervals)
         if not torch.equal(_dequantize(codes, means), values):
             what = "got values that differ from those that the codes and means stand for"
             raise ValueError(f"values: {what}, allowed: the same values")
@@ -2218,7 +2226,8 @@ class Known:
         if mask is not None:
             self.shared_K = self.positions_of(mask)
             self.shared_D = positions_to_mask(self.shared_K, self.dimension)
-            self.own_count = self.rule.own_count(len(self.shared_K))
+            own, most = self.rule.own_count(len(self.shared_K)), self.dimension - len(self.shared_K)
+            self.own_count = None if own is None else _check_whole("own_count", own, 0, most)
         self.dense = mask is None  # then nothing uses the mask, which is still the last one
         self._mask_tag = 0 if self.dense else None
         self.status = OPEN
@@ -2555,6 +2564,9 @@ class Client:
         _check_type(known, type(self), Client, "client_type")
         self.number = _check_whole("number", number, 0, SERVER - 1)
         if errors_D is not None:
+            if not known.scheme.keeps_errors:
+                what = f"got some, but {known.scheme.name} keeps no errors"
+                raise ValueError(f"errors_D: {what}, allowed: None")
             like = torch.empty(1, dtype=torch.float32, device="cpu").expand(known.dimension)
             check_same_state("errors_D", errors_D, like)
         elif known.scheme.keeps_errors:
@@ -2790,8 +2802,8 @@ class Client:
         wanted = {"version": STATE_VERSION, "number": self.number, "in_flight": flight}
         check_same_state("state", state, wanted | kept_tensors)
         for name in kept_tensors:
-            if isinstance(state[name], Tensor) and not state[name].isfinite().all():
-                raise ValueError(f"state: {name}: got NaN or infinity, allowed: finite numbers")
+            if isinstance(state[name], Tensor) and state[name].isnan().any():
+                raise ValueError(f"state: {name}: got NaN, allowed: numbers")
         if state["number"] != self.number:
             raise ValueError(
                 f"state: number of the client: got {state['number']}, allowed: {self.number}"
@@ -2842,8 +2854,9 @@ class Downlink(Client):
     """
 
     def __init__(self, known: Known):
-        errors_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
-        super().__init__(known, 0, errors_D)
+        super().__init__(known)
+        if self.errors_D is None:  # the server keeps errors in any case
+            self.errors_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
         self.number = SERVER  # which is not a client's number, so `Client` would refuse it
         self.value_bits, self.quantizer = known.scheme.down_value_bits, known.scheme.down_quantizer
 
@@ -2868,6 +2881,9 @@ class Downlink(Client):
             # so they are reset, too.
             self.forget_overflow()
             cast(Tensor, before_D).zero_()
+            raise
+        except BaseException:
+            self.errors_D, self.in_flight = before_D, None
             raise
         return message
 
@@ -2959,7 +2975,10 @@ class Server:
         known = self.known
         if not self.heard or self.opening != known.opening or known.status == CLOSED:
             way = "allowed: finish after add, or Known.lose, which gives the round up"
-            raise MessageError(SERVER, f"no message was accepted in round {known.round}, {way}")
+            what = f"no message was accepted in round {known.round}"
+            if known.status == AVERAGED:
+                what, way = f"round {known.round} is finished already", "allowed: Known.observe"
+            raise MessageError(SERVER, f"{what}, {way}")
         if self.average_D is None:
             shares = self.weights
             total = len(self.heard) if shares is None else sum(shares[n] for n in self.heard)
@@ -3564,7 +3583,7 @@ def _check_weights(
     if weights is None:
         return None
     numbers = [_number(weight) for weight in _listed("weights", weights)]
-    clients = len(numbers) if clients is None else clients
+    clients = max(len(numbers), 1) if clients is None else clients
     real = all(isinstance(weight, Real) and type(weight) is not bool for weight in numbers)
     if len(numbers) != clients or not real or not all(1e-18 <= n <= 1e18 for n in numbers):
         allowed = f"{clients} positive numbers, 1e-18 to 1e18 (leave out clients without samples)"

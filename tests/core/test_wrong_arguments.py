@@ -130,7 +130,7 @@ def test_a_state_with_errors_that_are_not_finite_is_refused():
     state = compressor.state_dict()
     state["clients"][1]["errors_D"][3] = float("nan")
     before = compressor.state_dict()
-    with pytest.raises(ValueError, match="errors_D: got NaN or infinity"):
+    with pytest.raises(ValueError, match="errors_D: got NaN"):
         compressor.load_state_dict(state)
     assert same_state(compressor.state_dict(), before)
 
@@ -300,6 +300,16 @@ REFUSED = {
         lambda: tcs.Known("FedAvg", [6, 2], order=nn.Linear(3, 2).parameters()), "order: got"),
     "a client of a name": (lambda: tcs.Client("TCS"), "known: got 'TCS'"),
     "a server of a name": (lambda: tcs.Server("TCS"), "known: got 'TCS'"),
+    "no weights": (lambda: tcs.Server(tcs.Known("TCS", [4]), []), r"weights: got \[\]"),
+    "errors of none": (
+        lambda: tcs.Client(tcs.Known("FedAvg", [4]), 0, torch.zeros(4)), "errors_D: got some, but FedAvg"),
+    "a centralized FedAvg": (
+        lambda: tcs.Scheme.named("FedAvg", centralized=True), "FedAvg: centralized: got True"),
+    "a name with a blank": (lambda: tcs.register_scheme("My Rule "), "scheme: name: got 'My Rule '"),
+    "a blank after a dash": (lambda: tcs.register_scheme("My - Rule"), "scheme: name: got 'My - Rule'"),
+    "a mask that is shared from elsewhere": (
+        lambda: tcs.register_scheme("Mine", shared_from="weights"),
+        "shared_from: got 'weights' .*'update' with a rule of your own"),
     "weights by client": (
         lambda: tcs.Compressor("FedAvg", [4], 2, weights={1: 100, 2: 300}), r"weights: got \{"),
     "one weight": (lambda: tcs.Compressor("FedAvg", [4], 2, weights=3), "weights: got 3"),

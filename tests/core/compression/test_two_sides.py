@@ -63,3 +63,58 @@ def test_two_sides_that_mean_other_shared_masks_refuse_each_other(name):
     ):
         known.from_bytes(other.to_bytes(message), 0)
     assert torch.equal(other.from_bytes(other.to_bytes(message), 0).values, message.values)
+
+
+class Stumbles(tcs.TCS):
+    """A rule whose choice for the server fails at times."""
+
+    fails = False
+
+    def own_mask(self, intended_D, shared_D, k):
+        if self.fails:
+            raise MemoryError("no memory")
+        return super().own_mask(intended_D, shared_D, k)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_reply_that_fails_leaves_the_servers_errors_as_they_were(registry, again):
+    """The round is lost, or finished in a second call: nothing is applied twice."""
+    tcs.register_scheme("Stumbles", phi_down=0.05)(Stumbles)
+    known = tcs.Known("Stumbles", [200])
+    client, server = tcs.Client(known), tcs.Server(known)
+    generator, sent_D, got_D = torch.Generator().manual_seed(4), torch.zeros(200), torch.zeros(200)
+    for number in range(8):
+        known.begin()
+        delta_D = torch.randn(200, generator=generator)
+        server.add(0, client.send(delta_D))
+        sent_D += delta_D
+        if number in (3, 6):
+            known.rule.fails = True
+            with pytest.raises(MemoryError):
+                server.finish()
+            known.rule.fails = False
+            if not again:
+                known.lose()
+                server.drop()
+                continue
+        update_D, _ = server.finish()
+        with pytest.raises(tcs.MessageError, match=rf"round {number} is finished already"):
+            server.finish()
+        known.observe(update_D)
+        client.arrived()
+        got_D += update_D
+    kept_D = client.errors_D + server.downlink.errors_D
+    torch.testing.assert_close(got_D + kept_D, sent_D, atol=1e-4, rtol=0)
+
+
+class AsksForTooMany(tcs.TCS):
+    def own_count(self, shared):
+        return self.dimension - shared + 1
+
+
+def test_an_own_count_that_does_not_fit_is_refused_on_every_device(registry):
+    tcs.register_scheme("Too many", phi_global=0.1, dense_warmup=False)(AsksForTooMany)
+    known = tcs.Known("Too many", [100])
+    with pytest.raises(ValueError, match=r"^own_count: got 101 .*from 0 to 100"):
+        known.begin()
+    assert known.status == tcs.CLOSED

@@ -168,6 +168,39 @@ def test_every_suffix_can_be_asked_for_and_is_listed(suffix):
     assert suffix.form in re.split(", | where", str(raised.value).split(", with ")[1])
 
 
+def test_a_suffix_of_ones_own_is_spelt_as_it_was_registered(monkeypatch):
+    monkeypatch.setattr(tcs, "SUFFIXES", [*tcs.SUFFIXES])
+    tcs.register_suffix("-Gamma<n>", r"gamma(\d+)", "gamma")(
+        lambda fields, number: {"phi_local": 0.1}
+    )
+    tcs.register_suffix("-Local Momentum", "local momentum", "of clients")(
+        lambda fields, number: {"phi_global": 0.1}
+    )
+    assert tcs.Scheme.named("TCS-gamma05").name == "TCS-Gamma5"
+    mine = tcs.Scheme.named("tcs-local momentum-l2")
+    assert (mine.name, mine.momentum) == ("TCS-Local Momentum-L2", 0.0)
+    assert tcs.Scheme.named("Baseline-Global Momentum").name == "Baseline-Momentum"
+    assert tcs.Scheme.named("TCS-momentum").name == "TCS-Global Momentum"
+
+
+def test_suffixes_that_set_the_same_or_what_no_scheme_has(monkeypatch):
+    monkeypatch.setattr(tcs, "SUFFIXES", [*tcs.SUFFIXES])
+    for letter in "XY":
+        tcs.register_suffix(f"-{letter}<n>", rf"{letter.lower()}(\d)", "smaller", last=True)(
+            lambda fields, number: {"phi_global": 0.1 / number}
+        )
+    assert tcs.Scheme.named("TCS-X2").phi_global == 0.05
+    for name in ("TCS-X2-Y2", "TCS-X2-X4"):
+        with pytest.raises(ValueError, match="sets what another suffix sets"):
+            tcs.Scheme.named(name)
+    tcs.register_suffix("-Typo", "typo", "wrong")(lambda fields, number: {"phi_locl": 0.1})
+    with pytest.raises(ValueError, match=r"^suffix -Typo: unknown field: phi_locl; allowed: "):
+        tcs.Scheme.named("TCS-Typo")
+    tcs.register_suffix("-GU", "gu", "unit")(lambda fields, number: {"error_unit": "gradient"})
+    with pytest.raises(ValueError, match="error_unit: got 'difference' beside 'GU', which says"):
+        tcs.Scheme.named("TCS-GU", error_unit="difference")
+
+
 class CutsWhatIsMeant(tcs.TCS):
     def own_mask(self, intended_D, shared_D, k):
         intended_D[shared_D] = 0.0
