@@ -82,7 +82,7 @@ def play_rounds(config: RunConfig, data: Data) -> Played:
     with _refuse_changes(compressor.rule), _refuse_shared_attributes(compressor.clients):
         _replay_masks(training)
     played = Played(
-        compressor.bytes_up, config.client_count, compressor.known.dense, _find_misspelling(compressor.rule)
+        compressor.bytes_up, len(compressor.traffic.heard), compressor.known.dense, _find_misspelling(compressor.rule)
     )  # fmt: skip
     resumed.load_state_dict(training.state_dict())
     forgotten = _list_forgotten(compressor.rule, resumed.compressor.rule)

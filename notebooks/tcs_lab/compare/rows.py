@@ -101,6 +101,8 @@ def play_method(track: Track, method: Method, names: Sequence[str]) -> list[Play
                 return None
             raise
         size = played[-1].bytes_up
+        if played[-1].dense:  # a dense start of its own, with as many bytes at each density
+            continue
         if size in sizes:
             raise ValueError(
                 f"--densities: {method.label}: {sizes[size]} and {name} both send {size:,} bytes in a round, "
@@ -255,8 +257,8 @@ def print_stored(track: Track) -> None:
     made, planned = count_stored(track)
     print(f"{made} of {planned} planned rows are made.")
     if made < planned:
-        points = {point.scheme for group in scores.stored.values() for point in group}
-        missing = [s for group in track.analysis.methods.values() for s in group if s not in points]
+        groups = track.find_stored().values()
+        missing = [one.name for group in groups for one in group if not one.is_complete]
         print(f"Missing: {', '.join(missing)}.")
         is_usual = track.path == PLAN
         plan = "params/compare_plan.yaml" if is_usual else track.path
@@ -289,7 +291,8 @@ def _describe_others(track: Track) -> list[str]:
 
 def say_if_alone(track: Track, method: Method) -> None:
     """Say it if a method's row will be compared with nothing, as in another results folder."""
-    others = [group for name, group in track.find_stored().items() if name != method.name]
+    groups = track.find_stored().values()
+    others = [group for group in groups if method.name not in {one.name for one in group}]
     if not any(one.is_complete for group in others for one in group):
         print(
             f"{track.folder}: no other known method has been made there, so that {method.label} is compared with "

@@ -9,11 +9,11 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from scipy.special import stdtrit
+import numpy as np
 
 from tcs_lab.compare.track import Track
 from tcs_lab.evidence.fair import TunedScheme, fair_model
-from tcs_lab.tables.analysis import Comparison, Estimate
+from tcs_lab.tables.analysis import Comparison, Estimate, Run, images_variance
 from tcs_lab.tables.tables import format_number, traffic
 
 
@@ -29,7 +29,7 @@ class Point:
     n: int
     up: float
     down: float
-    start: float  # the part of both that the dense rounds at the start took
+    start: float  # the part of both that dense rounds, or larger masks, took at the start
     accuracies: tuple[float, ...] = ()
 
     @property
@@ -54,21 +54,19 @@ def make_points(tuned: Iterable[TunedScheme], model: Comparison, confidence: flo
         flows = [traffic(record) for record in one.scored.values()]
         up, down, start = (fmean(f[k] for f in flows) / 1e6 for k in ("up", "down", "warm-up"))
         rate = one.search.config(one.chosen or math.nan, one.seeds[0]).identity()["learning_rate"]
-        images = sum(end - first for first, end in one.search.tuning.score_on)
-        half = compute_half_width(values, model, images, confidence)
+        half = compute_half_width([(one.name, seed) for seed in one.accuracies], model, confidence)
         points.append(
             Point(one.name, rate, fmean(values), half, len(values), up, down, start, tuple(values))
         )
     return sorted(points, key=lambda point: point.both)
 
 
-def compute_half_width(
-    values: Sequence[float], model: Comparison, images: int, confidence: float
-) -> float:
-    """Return half the width of the interval of a mean accuracy, for other seeds and other images.
+def compute_half_width(runs: Sequence[Run], model: Comparison, confidence: float) -> float:
+    """Return half the width of the interval of a method's mean accuracy over its runs, for other seeds and
+    other images.
 
     The deviation of a run is pooled over all methods in the model, and images are taken as drawn at
-    random. It is nan if no method has two runs.
+    random, as in differences. It is nan if no method, or this one, has two runs.
     """
     groups: dict[Any, list[float]] = {}
     for (cell, _), value in model.accuracies.items():
@@ -78,9 +76,11 @@ def compute_half_width(
         return math.nan
     means = {cell: fmean(group) for cell, group in groups.items()}
     squares = sum((value - means[cell]) ** 2 for (cell, _), value in model.accuracies.items())
-    mean = fmean(values)
-    variance = squares / freedom / len(values) + mean * (100 - mean) / images
-    return float(stdtrit(freedom, (1 + confidence) / 2)) * math.sqrt(variance)
+    right_SI = np.stack([100.0 * model.right[run] for run in runs])
+    return Estimate(
+        n=len(runs), seeds=squares / freedom / len(runs), images=images_variance(right_SI),
+        residual_freedom=freedom, confidence=confidence,
+    ).half  # fmt: skip
 
 
 # Between the points of a method ───────────────────────────────────────────────────────────────────

@@ -41,7 +41,7 @@ def rows_table(
             "Method": point.scheme + mark, "n": str(point.n), "Rate": format_number(point.rate),
             "Accuracy %": f"{point.accuracy:.2f} ± {point.half:.2f}",
             "MB up": format_number(point.up), "MB down": format_number(point.down),
-            "MB of the dense start, up and down": start,
+            "MB of the start, up and down": start,
             "MB up, re-coded": format_number(recoded),
             "Time of a round (TCS: 1)": format_number(kept.get("beside_tcs", math.nan), 2),
         })  # fmt: skip
@@ -52,8 +52,8 @@ def describe_rows(table: pd.DataFrame, confidence: float) -> str:
     """Return the caption of a table of points."""
     said = [
         f"Rate is the learning rate. Accuracy is the mean over n seeds ± half of its {confidence:.0%} interval, which allows for chance in the seeds and in the choice "
-        "of test images. MB are those of one client's messages in the whole training, the dense start included. "
-        "The time of a round is computing time, divided by that of TCS. (The two took turns on the same machine. TCS was measured beside itself, which shows how far such a number can be off.) A dash means that a method has no dense start, or that its time was not measured."
+        "of test images. MB are those of one client's messages in the whole training, with the start included: a dense one or, for DGC, one with larger masks. "
+        "The time of a round is computing time, divided by that of TCS. (The two took turns on the same machine. TCS was measured beside itself, which shows how far such a number can be off.) A dash means that a method has no such start, or that its time was not measured."
     ]
     if not len(table):
         return said[0]

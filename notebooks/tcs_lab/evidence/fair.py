@@ -175,14 +175,16 @@ def fair_table(path: str | Path, results: str | Path | None = None) -> pd.DataFr
     runs are made, `accuracy` and `deviation` are over them in percent on the images that score,
     `others` maps other factors, of which runs with the same seeds exist, to such accuracies,
     `megabytes_up` and `megabytes_down` are one client's whole run with its dense start, and
-    `diverged` names runs. A method of which a run diverged has no accuracy. Before all runs of a
-    method are made it has none either, so that nobody judges by what came first.
+    `diverged` names runs. A method of which a run diverged has no accuracy. Before all runs of its
+    stage are made it has none either, so that nobody judges by what came first.
     """
-    return pd.DataFrame([_fair_row(method) for method in load_methods(path, results)])
+    methods = load_methods(path, results)
+    whole = complete_stages(methods)
+    return pd.DataFrame([_fair_row(method, whole[method.stage]) for method in methods])
 
 
-def _fair_row(method: TunedScheme) -> dict[str, Any]:
-    values = list(method.accuracies.values()) if method.is_complete else []
+def _fair_row(method: TunedScheme, is_whole: bool) -> dict[str, Any]:
+    values = list(method.accuracies.values()) if is_whole else []
     flows = [traffic(r) for r in method.scored.values() if r["status"] == "finished"]
     sent = {way: fmean(flow[way] for flow in flows) / 1e6 if flows else math.nan
             for way in ("up", "down")}  # fmt: skip
@@ -190,7 +192,7 @@ def _fair_row(method: TunedScheme) -> dict[str, Any]:
     if method.chosen is not None:
         rate = method.search.config(method.chosen, method.seeds[0]).identity()["learning_rate"]
     grid = method.search.tuning.grid
-    others = method.other_accuracies if method.is_complete else {}
+    others = method.other_accuracies if is_whole else {}
     tried = {f: math.nan if a is None else 100 * a for f, a in method.tried.items()}
     return {
         "stage": method.stage, "scheme": method.name, "tried": tried,

@@ -54,7 +54,7 @@ def draw_table(
             title += "; the last epoch is tested on more images"
         target = None if folder is None else folder / f"figure{params['figure']}"
         picture = save_figure(draw_accuracy_figure(records, title), target)
-    note = NOTE_PLANNED if gaps else None
+    note = NOTE_PLANNED if gaps is not None else None
     target = None if folder is None else folder / f"table{params['table']}"
     text = save_table(table, target, f"{params['title']}: {setting}", note=note)
     return Drawn(table, text, picture)

@@ -131,7 +131,7 @@ def draw_accuracy_figure(records: Iterable[dict[str, Any]], title: str) -> Any:
         for name, group in groups.items():
             style = curve_style(name, list(groups))
             end = _draw_curve(left, group, style)
-            if end is not None:
+            if end is not None and all(record["status"] == "finished" for record in group):
                 ends.append((name, *end, len(group), style))
         left.set(xlabel="epoch", ylabel="test accuracy (%)")
         left.locator_params(axis="x", integer=True)

@@ -87,7 +87,8 @@ def traffic(record: dict[str, Any]) -> dict[str, float]:
             sent = row[f"bytes_{way}"] / share
             total[way] += sent
             total["warm-up"] += sent * _wide_epoch(config, row)
-        total["warm-up"] += sparse * row["dense_rounds"] * 2 * (4 * dimension + OVERHEAD_BYTES)
+        if not _wide_epoch(config, row):  # all of whose rounds are counted above
+            total["warm-up"] += sparse * row["dense_rounds"] * 2 * (4 * dimension + OVERHEAD_BYTES)
     return total
 
 
@@ -294,7 +295,7 @@ def _readable_row(r: Any) -> tuple[str, ...]:
         r.scheme,
         str(r.n),
         format_accuracy(r),
-        gap + (f", n = {r.difference_n}" if 0 < r.difference_n < r.n else ""),
+        gap + (f", n = {r.difference_n}" if r.difference_n not in (0, r.n) else ""),
         _percent(r.paper_accuracy, r.paper_accuracy_std, ".5g"),
         format_interval(*(100 * v for v in theirs)),
         "–" if sent == "– / –" else sent,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tcs_lab as lab
 import torch
+from scipy.special import stdtrit
 from tcs_lab.__main__ import main
 from tcs_lab.compare import methods, rows, scoring
 from tcs_lab.compare import table as tables
@@ -793,13 +794,29 @@ def test_a_dense_start_can_be_left_out_of_both_ways():
 
 
 def test_the_interval_of_a_score_pools_the_deviation_of_all_methods():
-    """Runs are off by ±1 and ±2: 10 over two degrees of freedom is 5, half of it for two runs. To that
-    images add 61 x 39 / 1000."""
+    """Runs are off by ±1 and ±2: 10 over two degrees of freedom is 5, half of it for two runs. If both
+    runs have nearly the same images right, these add their binomial variance; if each has images of its
+    own, the deviation of a run contains this chance already."""
     accuracies = {("a", 1): 60.0, ("a", 2): 62.0, ("b", 1): 70.0, ("b", 2): 74.0}
-    half = scoring.compute_half_width([60.0, 62.0], lab.Comparison(accuracies, {}), 1000, 0.95)
-    assert half == pytest.approx(4.302653 * math.sqrt(5 / 2 + 61 * 39 / 1000), rel=1e-6)
-    single = lab.Comparison({("a", 1): 60.0, ("b", 1): 70.0}, {})
-    assert math.isnan(scoring.compute_half_width([60.0], single, 1000, 0.95))
+    runs, order = [("a", 1), ("a", 2)], np.arange(1000)
+    for shift, part in ((0, 61 * 39 / 1000), (390, 0.0)):
+        right = {run: (order - shift * (run[1] - 1)) % 1000 < 10 * accuracies[run] for run in runs}
+        half = scoring.compute_half_width(runs, lab.Comparison(accuracies, right), 0.95)
+        seeds, images = 5 / 2, half_squared_images(right, runs)
+        freedom = 2 * ((seeds + images) / seeds) ** 2
+        expected = stdtrit(freedom, 0.975) * math.sqrt(seeds + images)
+        assert half == pytest.approx(expected, rel=1e-6)
+        assert images == pytest.approx(part, abs=0.06)
+    single = {("a", 1): 60.0, ("b", 1): 70.0}
+    right = dict.fromkeys(single, np.zeros(4, dtype=bool))
+    assert math.isnan(scoring.compute_half_width([("a", 1)], lab.Comparison(single, right), 0.95))
+
+
+def half_squared_images(right, runs):
+    """The variance of the mean over images, less what comes from single runs on single images."""
+    one, other = (100.0 * right[run] for run in runs)
+    mean, difference = (one + other) / 2, one - other
+    return max(0.0, (mean.var(ddof=1) - difference.var(ddof=1) / 4) / len(mean))
 
 
 @pytest.fixture
