@@ -8,12 +8,8 @@ from tcs_lab.studies.nodes import FederatedJob
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-SETTINGS = {
-    "scheme": "TCS",
-    "clients": 2,
-    "rounds": 4,
-    "warmup": 1,
-}  # without momentum, -GE or sparse warm-up
+# "scheme" may be any scheme without momentum, -GE or a sparse warm-up.
+SETTINGS = {"scheme": "TCS", "clients": 2, "rounds": 4, "warmup": 1}
 WIDTH, LOCAL_STEPS, RATE, SEED = 256, 3, 0.1, 0
 
 torch.set_num_threads(1)

@@ -291,8 +291,7 @@ def _describe_others(track: Track) -> list[str]:
 
 def say_if_alone(track: Track, method: Method) -> None:
     """Say it if a method's row will be compared with nothing, as in another results folder."""
-    groups = track.find_stored().values()
-    others = [group for group in groups if method.name not in {one.name for one in group}]
+    others = [group for name, group in track.find_stored().items() if name != method.name]
     if not any(one.is_complete for group in others for one in group):
         print(
             f"{track.folder}: no other known method has been made there, so that {method.label} is compared with "

@@ -304,8 +304,12 @@ def test_runs_of_different_data_are_not_compared(folder):
 def test_two_runs_have_a_deviation_and_one_has_none(folder, seeds):
     plan = folder / "fair.yaml"
     plan.write_text(TUNED.replace("[1, 2, 3]", str(seeds)), encoding="utf-8")
-    tune(folder, "TCS")
+    tune(folder, "Baseline", "FedAvg", "TCS")
+    score(folder, "Baseline", 40, 40)
     score(folder, "TCS", *(40, 43)[: len(seeds)])
+    row = row_of(lab.fair_table(plan, folder), scheme="TCS")
+    assert math.isnan(row["accuracy"])  # before the stage is whole
+    score(folder, "FedAvg", 40, 40)
     row = row_of(lab.fair_table(plan, folder), scheme="TCS")
     assert row["accuracy"] == pytest.approx(80 if len(seeds) == 1 else 83)
     if len(seeds) == 1:

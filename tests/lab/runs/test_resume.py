@@ -256,7 +256,7 @@ def test_a_run_that_was_stopped_ends_in_the_same_record(tmp_path, small, every_e
 def test_a_run_that_went_on_with_other_threads_promises_no_bits(tmp_path, small):
     stopped(tmp_path, config(train_samples=24))
     made = resumed(tmp_path, config(train_samples=24, threads=2))[0]["provenance"]
-    assert made["repeats"].startswith("within rounding")
+    assert made["repeats"].startswith("not exactly")
     assert [way["threads"] for way in made["ways"]] == [1, 2]
 
 
