@@ -2977,7 +2977,8 @@ class Server:
             way = "allowed: finish after add, or Known.lose, which gives the round up"
             what = f"no message was accepted in round {known.round}"
             if known.status == AVERAGED:
-                what, way = f"round {known.round} is finished already", "allowed: Known.observe"
+                what = f"finish: round {known.round} is averaged already"
+                way = "allowed: Known.observe with its update, or Known.lose if finish has raised"
             raise MessageError(SERVER, f"{what}, {way}")
         if self.average_D is None:
             shares = self.weights

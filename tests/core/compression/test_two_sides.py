@@ -98,7 +98,7 @@ def test_a_reply_that_fails_leaves_the_servers_errors_as_they_were(registry, aga
                 server.drop()
                 continue
         update_D, _ = server.finish()
-        with pytest.raises(tcs.MessageError, match=rf"round {number} is finished already"):
+        with pytest.raises(tcs.MessageError, match=rf"round {number} is averaged already"):
             server.finish()
         known.observe(update_D)
         client.arrived()
