@@ -292,7 +292,7 @@ def test_an_average_that_was_not_finite_is_not_given_a_second_time(times, monkey
     with pytest.raises(tcs.NotFiniteError, match=r"^client 0: "):
         server.finish()
     for _ in range(times):
-        with pytest.raises(tcs.MessageError, match="is averaged already, .* or Known.lose"):
+        with pytest.raises(tcs.MessageError, match=r"is averaged already, .* or Known\.lose"):
             server.finish()
     known.lose()
 
