@@ -85,9 +85,8 @@ class Participant:
         self.known = tcs.Known(job.scheme, self.flat.layer_sizes, job.seed, order=order)
         if self.known.scheme.warmup_masks != 1:
             raise ValueError(f"scheme: got {job.scheme}, allowed: schemes without a sparse warm-up")
-        if hasattr(
-            self.known.rule, "set_model"
-        ):  # of methods that compress each parameter separately
+        # methods that compress each parameter separately have `set_model`
+        if hasattr(self.known.rule, "set_model"):
             self.known.rule.set_model(self.flat)
         self.theta_D = torch.empty(self.flat.dimension)
         self.flat.read_(self.flat.views(self.theta_D))

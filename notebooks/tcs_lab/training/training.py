@@ -332,7 +332,8 @@ def pack_flags(right: Tensor) -> str:
 def read_outcomes(record: dict[str, Any]) -> np.ndarray | None:
     """Return which of the images tested after the last epoch were classified right, (images,) bool.
 
-    Returns None if the record did not keep it, or if not one of them was. Raises ValueError if it contradicts the accuracy.
+    Returns None if the record did not keep it, or if not one of them was. Raises ValueError if it
+    contradicts the accuracy.
     """
     last = record["rows"][-1] if record["rows"] else {}
     if "right" not in last:

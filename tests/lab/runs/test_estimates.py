@@ -53,6 +53,10 @@ def test_every_kind_of_run_has_a_forecast(changes):
     assert told(**changes) > 0
 
 
+def test_images_that_are_larger_than_synthetic_ones_have_a_forecast():
+    assert told(dataset="folder", image_size=40, width=2) > 0
+
+
 def test_a_run_whose_epochs_have_a_single_round_has_a_forecast(small):
     assert told(batch_size=20, train_samples=60, clients=3, image_size=8, width=2) > 0
 

@@ -223,6 +223,7 @@ def test_the_index_finds_records_by_what_they_are(tmp_path, small):
     assert not find_records(Run, tmp_path, profile="c*") and not find_records(
         HookTraining, tmp_path
     )
+    assert find_records(Run, tmp_path, drops=(0.5, 0.75)) == find_records(Run, tmp_path)
     with pytest.raises(ValueError, match=r"unknown fact of a record: colour; allowed: .*scheme"):
         find_records(Run, tmp_path, colour="red")
     one.write_text("[]", encoding="utf-8")

@@ -417,3 +417,19 @@ def test_a_warm_up_leaves_an_epoch_after_it_unless_there_is_only_one(epochs, mos
     assert settings.RunConfig("TCS", epochs=epochs, warmup_epochs=most).warmup == most
     with pytest.raises(ValueError, match=f"warmup_epochs: got {most + 1}, "):
         settings.RunConfig("TCS", epochs=epochs, warmup_epochs=most + 1)
+
+
+def test_a_code_from_outside_is_part_of_the_identity(registry):
+    class Mine(tcs.BlockCode):
+        """A code that is not the lab's."""
+
+    tcs.CODES["mine"] = Mine()
+    scheme = tcs.Scheme.named("TCS", code="mine")
+    assert Mine in lab.training.configuration.list_outside_parts(scheme)
+    assert "rule_sha256" in lab.RunConfig(scheme).identity()
+    assert "rule_sha256" not in lab.RunConfig("TCS+").identity()
+
+
+def test_settings_that_old_records_lack_have_their_defaults():
+    found = lab.find_records(profile="small", test_unused=False)
+    assert found == lab.find_records(profile="small")

@@ -52,7 +52,7 @@ def test_after_a_lost_message_the_next_ones_are_understood(registry, lost):
 def test_a_compressed_reply_that_became_bytes_is_refused(registry):
     register_tensors(BothWays, "Both ways")
     made = tcs.Compressor("Both ways", SIZES, 2, link=tcs.Link(tcs.unchanged))
-    with pytest.raises(ValueError, match="`downlink = True` cannot be read from its bytes"):
+    with pytest.raises(ValueError, match=r"`downlink = True` cannot be read from its bytes"):
         for round in range(2):
             made.step(deltas_of(round))
     plain = tcs.Compressor("Both ways", SIZES, 2)
@@ -67,5 +67,5 @@ def test_suffixes_about_what_is_sent_are_refused_wherever_such_a_scheme_is_used(
 
 
 def test_another_device_than_the_cpu_is_refused():
-    with pytest.raises(ValueError, match="^LowRank: device: got meta, allowed with compress"):
+    with pytest.raises(ValueError, match=r"^LowRank: device: got meta, allowed with compress"):
         tcs.Known("LowRank", SIZES, device="meta")
