@@ -245,10 +245,10 @@ display(
 # the paper, which trained each method five times.
 #
 # A *record* is the stored result of one training run. A *profile* is a named set of settings for a training (network, images, epochs); it
-# is stored in `params/<profile>.yaml`. In the next sections, all verdicts on accuracy come from the profile `evidence`. In *Sentence by
-# sentence*, some come from small trainings of other notebooks. If you set `evidence = "small"` or `evidence = "cpu"` in the second folded
-# cell, other trainings are judged. Whether TCS loses more than half a point is then open, because there are fewer runs and they vary more.
-# TCS-L4-Q5 still loses more than half a point.
+# is stored in `params/<profile>.yaml`. In the next sections, all verdicts on accuracy come from the profile `evidence`. In the appendix
+# *The paper, sentence by sentence*, some come from small trainings of other notebooks. If you set `evidence = "small"` or `evidence =
+# "cpu"` in the second folded cell, other trainings are judged. Whether TCS loses more than half a point is then open, because there are
+# fewer runs and they vary more. TCS-L4-Q5 still loses more than half a point.
 #
 # The claims, their bounds and the method of analysis are in `params/claims.yaml`. The runs, in their planned order, are in
 # `params/evidence_plan.yaml`. Both files were written before the first of these runs; since then only their wording has changed. For the
@@ -637,7 +637,16 @@ else:
     )
 
 # %% [markdown]
-# ## Sentence by sentence
+# ## What we saw
+#
+# The text at the top says which claims hold, and the figure shows how surely. "Loses no accuracy" means here that at most half a point is
+# lost; TCS ended a little below centralized training. This page does not show what happens at the paper's own size and length, where there
+# is no run of 300 epochs.
+#
+# Next: [14_sensitivity](14_sensitivity.ipynb) varies one setting at a time.
+
+# %% [markdown]
+# ## Appendix: the paper, sentence by sentence
 #
 # We went through the paper and listed every sentence that makes a claim in `params/sentences.yaml`, in the order of the paper and in our
 # own words. The first table says what became of them.
@@ -675,8 +684,8 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 # minimum is guaranteed in the shared mask only. Rand-K sends $K$ entries at random positions. The *warm-up* is the dense first epoch. A
 # number such as ×1.114 says how many times fewer bits are sent. $\phi$ is the fraction of entries that is sent ($\phi_{global}$ in the
 # shared mask, $\phi_{local}$ in a client's own), $d$ the number of parameters, $q$ the number of bits of a value, and $H$ the number of
-# local steps. The quantizer sorts the magnitudes into $P$ intervals, each wider than the one below it by the factor $1/\sigma$ ($\sigma <
-# 1$; ([07](07_fractional_quantization.ipynb)). If no rate is named, $\eta$ is 0.5 (0.1 for the Baseline).
+# local steps. The quantizer sorts the magnitudes into $P$ intervals, each wider than the one below it by the factor $1/\sigma$
+# ($\sigma < 1$, see [07](07_fractional_quantization.ipynb)). If no rate is named, $\eta$ is 0.5 (0.1 for the Baseline).
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 found = found[found["verdict"] != "out of scope"]
@@ -688,15 +697,6 @@ shown = pd.DataFrame({
     "remark": found["because"].replace("", "–"),
 }).map(lambda text: text.replace("|", "/"))  # fmt: skip
 display(Markdown(lab.markdown(shown)))
-
-# %% [markdown]
-# ## What we saw
-#
-# The text at the top says which claims hold, and the figure shows how surely. "Loses no accuracy" means here that at most half a point is
-# lost; TCS ended a little below centralized training. This page does not show what happens at the paper's own size and length, where there
-# is no run of 300 epochs.
-#
-# Next: [14_sensitivity](14_sensitivity.ipynb) varies one setting at a time.
 
 # %% [markdown]
 # ## Appendix: every claim

@@ -674,6 +674,18 @@ class Half(tcs.RandK):
     assert compare(folder, path, "--dry-run") == 0
 
 
+def test_densities_of_a_method_that_begins_dense_are_not_taken_for_the_same(folder, capsys):
+    """Its first rounds have as many bytes at every density."""
+    text = """
+@tcs.register_scheme("Late", phi_global=0.1, phi_local=None)
+class Late(tcs.RandK):
+    def shared_mask(self):
+        return None if self.round < 10 else super().shared_mask()
+"""
+    assert compare(folder, written(folder, text), "--densities", "--dry-run") == 0
+    assert "because this round was dense" in capsys.readouterr().out
+
+
 def test_stored_rows_are_made_by_the_queue_and_stand_beside_a_method(folder, capsys):
     queue = ["queue", str(folder / "plan.yaml"), "--results", str(folder / "results")]
     assert main(queue) == 0

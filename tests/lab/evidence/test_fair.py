@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import tcs_lab as lab
 import torch
@@ -265,6 +266,29 @@ def test_the_table_has_rates_scores_and_bytes(folder):
     assert "TCS − Baseline" in set(shown["difference, points"])
 
 
+def test_a_person_reads_each_number_in_its_place(folder):
+    """One client's bytes of both ways together, and what was not made, diverged or never tried."""
+    whole_main(folder)
+    write(folder, searches(folder)["top-K"].config(0.5, 11), images(7, 0))
+    write(folder, searches(folder)["top-K"].config(1.0, 11), images(0, 0), status="diverged")
+    table = lab.fair_table(folder / "fair.yaml", folder)
+    shown = lab.readable_fair(table).set_index("method")
+    tried = [f"rate × {factor}, %" for factor in ("0.5", "1", "2")]
+    assert list(shown.loc["top-K", tried]) == ["70.00", "diverged", "not made"]
+    assert shown.loc["top-K", "MB both ways"] == shown.loc["top-K", "score, %"] == "–"
+    clients = searches(folder)["TCS"].config(1.0, 1).clients
+    assert shown.loc["TCS", "MB both ways"] == lab.format_number(2 / clients + 0.5, 4)
+    assert shown.loc["TCS", "score, %"] == "82.67 ± 5.03"
+    fewer = table.assign(tried=[{0.5: 60.0}] + [{1.0: 61.0}] * (len(table) - 1))
+    assert list(lab.readable_fair(fewer).iloc[0][tried[:2]]) == ["60.00", "–"]
+    rows = [{"family": "one", "first": "TCS", "second": "FedAvg", "measured": 1.0, "low": 0.0, "high": 2.0,
+             "n": 3, "p": p, "holm": holm, "no_loss": "open", "no_loss_bootstrap": ""}
+            for p, holm in ((0.001, 0.0009), (0.5, math.nan))]  # fmt: skip
+    read = lab.readable_fair_differences(pd.DataFrame(rows))
+    assert list(read["p"]) == ["0.001", "0.500"] and list(read["p by Holm"]) == ["< 0.001", "–"]
+    assert set(read["ours"]) == {"+1.00 (0.00 to +2.00), n = 3"}
+
+
 def test_scores_at_other_rates_are_shown_beside_those_at_the_chosen_one(folder):
     """For instance those of a shorter list of rates; a run that is missing or diverged leaves them out."""
     whole_main(folder)
@@ -422,6 +446,13 @@ def test_the_mechanism_is_asked_beside_the_judged_records(folder, of_evidence):
         "says": "it", "measure": "accuracy", "first": ["TCS", 0.5], "second": ["TCS-Random", 0.5], "more_than": 0.3}})  # fmt: skip
     (same,) = lab.judge_claims(read, records).to_dict("records")
     assert (row["low"], row["high"]) == (same["low"], same["high"])
+
+
+def test_judged_records_of_other_data_do_not_answer_a_control(folder, of_evidence):
+    for config in control_runs(folder, "mechanism"):
+        write(folder, config, images(0, 40), data="others")
+    with pytest.raises(ValueError, match="runs of stage mechanism and judged ones: got records of"):
+        lab.control_answers(folder / "controls.yaml", folder)
 
 
 def test_the_regime_is_asked_of_its_own_runs_only(folder, of_evidence):

@@ -22,6 +22,7 @@ import torch
 from common import IMAGES, TINY, as_tar, config, numbers, tiny_command
 from processes import logged, start_command, until
 from tcs_lab.runs.checkpoints import checkpoint_path
+from tcs_lab.runs.deadline import Deadline
 from tcs_lab.runs.jobs import make_job
 from tcs_lab.runs.runs import Run
 from tcs_lab.support.files import hold_lock
@@ -59,6 +60,9 @@ def test_records_of_two_data_sets_are_never_one_table(tmp_path):
             ValueError, match=r"^data_root: got .*b\.tar, .*other data than that of"
         ):
             again(dataclasses.replace(one, data_root=two.data_root))
+    hurried = Run(dataclasses.replace(one, data_root=two.data_root), 1.0)
+    with pytest.raises(ValueError, match=r"^data_root: got .*b\.tar, .*other data than that of"):
+        Deadline([hurried], [1.0], tmp_path)
     fewer = dataclasses.replace(two, train_samples=1)
     for other in (two, fewer):
         with pytest.raises(ValueError, match=r"ci.*runs: got records of different data"):

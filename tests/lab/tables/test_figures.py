@@ -60,6 +60,14 @@ def test_a_mean_stops_where_one_seed_does():
     np.testing.assert_allclose(axes.lines[0].get_xydata(), [[1, 60], [2, 60]])
 
 
+def test_a_scheme_of_which_a_run_diverged_has_no_last_point():
+    """Its curve ends early, at an epoch that is not the last one."""
+    lost = fake("TCS", 0.5, 0, status="diverged")
+    lost["rows"] = lost["rows"][:2]
+    figure = lab.draw_accuracy_figure([lost, fake("TCS", 0.7, 1), fake("top-K", 0.6, 0)], "x")
+    assert len(figure.axes[0].lines) == 2 and names(figure) == ["top-K (1)"]
+
+
 EIGHT = ["Baseline", "TCS", "top-K", "TCS-L4", "TCS-L4-Q5", "TCS-LF", "TCS-PLF", "TCS-L2"]
 
 

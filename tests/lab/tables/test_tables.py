@@ -172,6 +172,29 @@ def test_where_nothing_is_sparse_no_traffic_is_said():
     assert math.isnan(lab.bits_per_parameter(wide)["uplink"])
 
 
+def test_the_traffic_of_a_run_is_that_of_one_client_with_its_start():
+    """Ten clients share the bytes up; each receives all bytes down. The dense epoch takes ten rounds of
+    4 bytes for each of 1000 values, and 20 bytes around them, in both directions."""
+    sent = lab.traffic(fake("TCS", 0.5, 0))
+    assert sent["up"] == pytest.approx((400_000 + 2 * 5_000) / 10)
+    assert sent["down"] == pytest.approx(40_000 + 2 * 1_000)
+    assert sent["warm-up"] == pytest.approx(10 * 2 * (4_000 + 20))
+    some = fake("TCS", 0.5, 0)
+    some["config"]["participation"] = 0.5  # five clients send the bytes of a round
+    assert lab.traffic(some)["up"] == pytest.approx(2 * sent["up"])
+    assert lab.traffic(some)["down"] == sent["down"]
+
+
+def test_a_start_with_larger_masks_is_counted_once():
+    """All bytes of its epoch, of which one round was dense in addition."""
+    wide = fake("TCS-W10", 0.5, 0, warmup=0)
+    wide["config"]["warmup_epochs"] = 1
+    wide["rows"][0]["dense_rounds"] = 1
+    assert lab.traffic(wide)["warm-up"] == pytest.approx(5_000 / 10 + 1_000)
+    wide["config"]["warmup_epochs"] = 0
+    assert lab.traffic(wide)["warm-up"] == pytest.approx(2 * (4_000 + 20))
+
+
 def test_megabytes_of_a_whole_run_are_those_of_finished_ones():
     stopped = fake("TCS", 0.1, 1, status="diverged") | {"rows": []}
     both, one = lab.summary([fake("TCS", 0.5, 0), stopped]), lab.summary([fake("TCS", 0.5, 0)])

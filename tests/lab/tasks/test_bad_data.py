@@ -218,6 +218,19 @@ def test_links_in_a_folder_that_lead_outside_or_nowhere_are_refused(tmp_path, ta
         load_images(root)
 
 
+def test_images_that_change_in_a_class_folder_that_is_a_link_are_read_again(tmp_path):
+    """Otherwise the cache would give the old ones."""
+    root = as_folder(tmp_path / "images", IMAGES)
+    (root / "store").mkdir()
+    (root / "train" / "dog").rename(root / "store" / "dog")
+    (root / "train" / "dog").symlink_to(root / "store" / "dog", target_is_directory=True)
+    before = load_images(root)
+    assert before.fingerprint == load_images(as_tar(tmp_path / "images.tar", IMAGES)).fingerprint
+    first = min((root / "store" / "dog").iterdir())
+    first.write_bytes(image_bytes((200, 100, 50)))
+    assert load_images(root).fingerprint != before.fingerprint
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_a_damaged_cache_of_decoded_images_is_made_again(tmp_path, seed):
     rng, path = random.Random(seed), tmp_path / "images.tar"
