@@ -79,7 +79,7 @@ __getattr__, __dir__ = lazily(
         ),
         "evidence.measures": "count_explored measure_coincidence measure_recurrence",
         "evidence.fair": (
-            "compare_prediction control_answers fair_counts fair_differences fair_progress fair_table "
+            "compare_prediction control_answers fair_counts fair_differences fair_progress fair_table gains_of_tuning "
             "readable_answers readable_fair readable_fair_differences readable_prediction"
         ),
         "evidence.sensitivity": (

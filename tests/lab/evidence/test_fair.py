@@ -300,6 +300,9 @@ def test_scores_at_other_rates_are_shown_beside_those_at_the_chosen_one(folder):
     table = lab.fair_table(folder / "fair.yaml", folder)
     row = row_of(table, scheme="TCS")
     assert row["chosen"] == 1.0 and row["others"] == {2.0: pytest.approx(82)}
+    assert lab.gains_of_tuning(table) == {}
+    usual = table.assign(others=[{1.0: 80.0} if name == "TCS" else {} for name in table["scheme"]])
+    assert lab.gains_of_tuning(usual) == {"TCS": pytest.approx(np.mean([78, 82, 88]) - 80)}
     shown = lab.readable_fair(table).set_index("method")["scores at other rates, %"]
     assert (shown["TCS"], shown["Baseline"]) == ("× 2: 82.00", "–")
     write(folder, scheme.config(2.0, 3), images(0, 0), status="diverged")
