@@ -207,8 +207,8 @@ accuracy = judged[judged["measure"] == "accuracy"]
 answer.append(
     "\nOur trainings are smaller than the paper's and use its learning rates, scaled to our batches and not tuned."
     + (
-        f" When each method has its own best learning rate, TCS differs from centralized training by {lab.format_interval(*central[['measured', 'low', 'high']])} points; that it "
-        f"loses at most half a point is then **{central['no_loss']}**"
+        f" With the best learning rates that we tried for each method, TCS differs from centralized training by {lab.format_interval(*central[['measured', 'low', 'high']])} points "
+        f"(n = {central['n']}); that it loses at most half a point is then **{central['no_loss']}**"
         + (
             f" (but {central['no_loss_bootstrap']} with the bootstrap's interval)."
             if central["no_loss_bootstrap"] != central["no_loss"]
@@ -294,7 +294,7 @@ display(Markdown("\n\n".join(weak) or nothing))
 #
 # The difference between TCS and the Baseline is the sum of two differences. FedAvg − Baseline is the difference between federated and
 # centralized training without any sparsity. TCS − FedAvg is what sparsity adds. All of this holds at the paper's learning rates and for
-# clients with equally distributed data. With another rate for FedAvg, both parts may be different. Without the two seeds with which FedAvg
+# clients with equally distributed data. At tuned rates, both parts are different (see the next section). Without the two seeds with which FedAvg
 # was trained on a GPU, the interval of TCS − FedAvg contains zero (see the last appendix). The second block splits the difference
 # of TCS-L4-Q5, which has four local steps and 5-bit values, in the same way. In the model the parts add up exactly. Notebook
 # [10b_fewer_bytes](10b_fewer_bytes.ipynb) shows what sparsification costs where the clients' data differ.
@@ -369,10 +369,12 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 # ## At tuned rates
 #
 # All differences above are at the paper's learning rates, which nobody tuned for this training. A later plan,
-# [params/fair_plan.yaml](../params/fair_plan.yaml), tunes every method by the same rule. The rate with the highest accuracy on 15,000
-# images, which are used for no training, is then used for three runs with other seeds. These are scored on 20,000 other images. More rates
-# are tried as long as the best one is the lowest or the highest. For some methods, runs with the same three seeds exist at other rates, too,
-# for instance from the main comparison. Their scores are shown, but not used.
+# [params/fair_plan.yaml](../params/fair_plan.yaml), tunes every method by the same rule. It was committed before its first run, when the
+# results of the main comparison at the paper's rates were known. Each rate is tried with one seed. The rate with the highest accuracy on
+# 15,000 images, which are used for no training, is then used for three runs with other seeds. These are scored on 20,000 other images. While
+# the best rate is the lowest or the highest of those tried, the next one is tried, too, until the plan's list of rates ends. For some
+# methods, runs with the same three seeds exist at other rates, too, for instance from the main comparison. Their scores are shown, but not
+# used. Only the learning rate is tuned: weight decay, schedule and number of epochs are those of the main comparison.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 counts = lab.fair_counts(fair, results)
@@ -393,32 +395,38 @@ else:
     text += " No difference is estimated before all runs of a part of the plan are made."
     begun = begun[[c for c in begun.columns if c == "method" or c in rates]]
 if len(at_end):
-    text += f" The plan's list of rates ends with the best rate of {', '.join(at_end)}, so that a better one may lie beyond it."
+    text += f" For {', '.join(at_end)}, the best rate is at an end of the plan's list, so that a better one may lie beyond it."
 if len(begun):
-    text += " A rate such as × 1.6 is 1.6 times that of the main comparison. The columns with a rate show the accuracy on the 15,000 images."
+    text += (
+        " A rate such as × 1.6 is 1.6 times that of the main comparison. The columns with a rate show the accuracy on the 15,000 images. A score has "
+        "± one standard deviation between seeds. The megabytes are those of one client in the whole training, up and down, with the dense start."
+    )
 display(Markdown(text))
 if len(begun):
     display(Markdown(lab.markdown(begun)))
 if gaps["measured"].notna().any():
     gains = lab.gains_of_tuning(tuned)
     words = (
-        f"At its own best rate, each of {', '.join(gains)} ended {min(gains.values()):.1f} to {max(gains.values()):.1f} points higher than at "
-        "the rate of the main comparison, with the same seeds and images. So for these methods, the paper's rates are too low here. "
+        f"At its best rate, each of {', '.join(gains)} ended {min(gains.values()):.1f} to {max(gains.values()):.1f} points higher than at "
+        "the rate of the main comparison, with the same seeds and images. So for these methods, the paper's rates, as we scaled them, are too low here. "
         if min(gains.values(), default=0) > 0
         else ""
     )
     display(
         Markdown(
-            f"{words}The next table has the differences at the best rates. *No loss* means that the whole interval lies above −0.5 points. *p* tests "
-            "whether a difference is 0. *By Holm*, it is corrected for all comparisons of the same *family* that the plan contains, made or not."
+            f"{words}The next table has the differences at the best rates. Their intervals come from the kind of model that an appendix explains, fitted to the scored "
+            "runs alone, so they may change a little when more methods are finished. *No loss* says whether the whole interval lies above −0.5 points; it is not "
+            "corrected for the number of comparisons. *p* is for another question, whether a difference is 0. *By Holm*, it is corrected for all "
+            "comparisons of the same *family* that the plan contains, made or not."
         )
     )
     display(Markdown(lab.markdown(lab.readable_fair_differences(gaps))))
 
 # %% [markdown]
-# ### A first look at other rates
+# ### An earlier look at other rates
 #
-# The plan of the main comparison already contained trainings of three methods with half and with twice the learning rate. There is only one
+# This is the older and weaker evidence for Baseline and FedAvg, and so far the only one for TCS-L4-Q5. The plan of the main comparison
+# already contained trainings of three methods with half and with twice the learning rate. There is only one
 # run for each method and rate, all with a seed that no run of the main comparison has. So only a large effect can be seen, and these runs
 # are not used for any verdict. If a method ends higher at another rate than in all of its runs at the paper's rate, the paper's rate was
 # probably not the best for it. TCS is not in this table. The paper's Table 2 trains it at the higher learning rate of 0.8, which is 1.6
@@ -657,9 +665,10 @@ else:
 # %% [markdown]
 # ## What we saw
 #
-# The text at the top says which claims hold, and the figure shows how surely. "Loses no accuracy" means here that at most half a point is
-# lost; TCS ended a little below centralized training. This page does not show what happens at the paper's own size and length, where there
-# is no run of 300 epochs.
+# The figure at the top shows which of the six main claims hold, and how surely. "Loses no accuracy" means here that at most half a point is
+# lost; TCS ended a little below centralized training. The section *At tuned rates* says whether that depends on the learning rates. Two
+# sections ask why TCS works: most of the largest entries do not recur in the next round, and a shared mask of random positions did about as
+# well. This page does not show what happens at the paper's own size and length, where there is no run of 300 epochs.
 #
 # Next: [14_sensitivity](14_sensitivity.ipynb) varies one setting at a time.
 
@@ -819,7 +828,7 @@ if twice:
 # The plan of `evidence` also contains trainings of 15, 30 and 45 epochs. They have the settings of `evidence`, but fewer epochs and only
 # one seed. The row of 80 epochs has this seed alone, so it differs from the main comparison. They are not used for any verdict. The columns
 # with names of schemes are differences, in points, to the Baseline of the same length and seed. The longer the training, the
-# less TCS-L4-Q5 loses.
+# less TCS-L4-Q5 loses. Differences of half a point, such as those of TCS, may be chance, since there is one seed.
 #
 # *Sends of an entry* says how often the average entry is sent in the whole training. It is the number of rounds times $\phi_{global}$, the
 # fraction of entries in the shared mask. The first number is for TCS and the second for TCS-L4-Q5 (234 and 57 in the paper).
@@ -899,6 +908,9 @@ if len(sources):
 # 4. In this plan, seven older claims about accuracy were left out, and one was added (TCS-L4-Q5 against FedAvg-L4), so that there are 16.
 #    The two gates were dropped. We knew then that in the pilot, FedAvg-L4 would have failed its gate.
 # 5. When the results were known, we revised the wording of `params/claims.yaml` to make it easier to read, and nothing else in it.
+# 6. Also when the results were known, three more plans were written, each before its first run: `params/fair_plan.yaml` (tuned rates),
+#    `params/controls_plan.yaml` (other shared masks, and other lengths) and `params/prediction.yaml`. Later additions to the first one are
+#    dated in the file.
 #
 # **What the plan left open.** The model also has the six runs of TCS-Q5 and top-K-Q5, which are in no table of the paper; without them,
 # half-widths would be about 1 % larger. We settled three further points in this notebook. A claim with fewer than two common seeds gets no interval. Holm's

@@ -425,7 +425,8 @@ def readable_fair(table: pd.DataFrame) -> pd.DataFrame:
 def _chosen(row: Mapping[str, Any]) -> str:
     if math.isnan(row["rate"]):
         return "–"
-    return f"{row['rate']:g}" + (" (the list ends here)" if row["at_end"] else "")
+    ends = ", where the list ends" if row["at_end"] else ""
+    return f"{row['rate']:g} (× {row['chosen']:g}{ends})"
 
 
 def _tried(accuracy: float) -> str:

@@ -259,7 +259,7 @@ def test_the_table_has_rates_scores_and_bytes(folder):
     assert len(readable) == 5
     assert {f"rate × {factor}, %" for factor in ("0.5", "1", "2")} <= set(readable)
     shown = readable.set_index("method")["chosen rate"]
-    assert (shown["TCS"], shown["Baseline"]) == ("0.5", "0.1")
+    assert (shown["TCS"], shown["Baseline"]) == ("0.5 (× 1)", "0.1 (× 1)")
     assert "0.5" not in shown["top-K"]  # no rate is chosen yet
     assert not table["at_end"].any()
     shown = lab.readable_fair_differences(lab.fair_differences(folder / "fair.yaml", folder))
@@ -315,7 +315,7 @@ def test_it_is_said_that_the_list_of_rates_ends_with_the_best_one(folder, best):
     table = lab.fair_table(folder / "fair.yaml", folder)
     assert list(table[table["at_end"]]["scheme"]) == ["TCS"]
     shown = lab.readable_fair(table).set_index("method")["chosen rate"]
-    assert shown["TCS"] == f"{0.5 * best:g} (the list ends here)"
+    assert shown["TCS"] == f"{0.5 * best:g} (× {best:g}, where the list ends)"
 
 
 def test_runs_of_different_data_are_not_compared(folder):
