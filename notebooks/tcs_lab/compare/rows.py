@@ -66,10 +66,13 @@ def try_method(track: Track, method: Method, names: Sequence[str]) -> tuple[floa
     """Play a few rounds of each scheme of a method from a file, and measure how long one takes.
 
     Return how many times as long as a run of TCS one of the method takes, None if that was not measured,
-    and words about a round's messages. Raises what `play_method` raises.
+    and words about a round's messages. For a known method, the time is that in its stored row, and
+    nothing is played. Raises what `play_method` raises.
     """
+    steps = Scheme.named(names[0]).local_steps  # an epoch has so many times fewer rounds
     if method.file is None:
-        return None, ""
+        stored = read_row(track.folder / method.folder).get("beside_tcs")
+        return (stored / steps if isinstance(stored, float) else None), ""
     played = play_method(track, method, names)
     if played is None:
         return None, f"{names[0]} diverged in its first rounds; smaller rates will be tried."
@@ -80,7 +83,7 @@ def try_method(track: Track, method: Method, names: Sequence[str]) -> tuple[floa
     words = _describe_round(played[0], play_rounds(beside, load_data(beside)))
     with method.guard(first):
         probe = probe_method(first, beside, load_data(first), turns=5)
-    return probe.beside_tcs / first.scheme.local_steps, words  # an epoch has fewer rounds
+    return probe.beside_tcs / steps, words
 
 
 def play_method(track: Track, method: Method, names: Sequence[str]) -> list[Played] | None:

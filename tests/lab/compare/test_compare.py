@@ -651,6 +651,17 @@ class Slow(tcs.TCS): pass
     assert "several times as long" in capsys.readouterr().err
 
 
+def test_the_time_of_a_known_method_is_that_of_its_stored_row(folder, capsys):
+    """The plan's 0.1 minutes without a row, or with one that has no time; 0.25 with one of 2.5 times TCS's."""
+    row = folder / "results" / "tiny" / "TCS" / "row.json"
+    row.parent.mkdir(parents=True)
+    for text, minutes in ((None, "0.1"), ("{}", "0.1"), ('{"beside_tcs": 2.5}', "0.25")):
+        if text:
+            row.write_text(text, encoding="utf-8")
+        assert compare(folder, "TCS", "--densities", "--dry-run") == 0
+        assert f"8 runs of about {minutes} minutes" in capsys.readouterr().out
+
+
 def test_a_name_may_have_a_point(folder, capsys):
     path = written(folder, SIGNS.replace("class Signs:", "class Signs:\n    name = 'Mine v1.5'"))
     assert compare(folder, path, "--dry-run") == 0
