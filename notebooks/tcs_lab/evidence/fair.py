@@ -237,9 +237,8 @@ def fair_differences(path: str | Path, results: str | Path | None = None) -> pd.
     """Estimate the differences that a tuned plan asks for under `analysis`, one row each.
 
     `measured`, `low`, `high` in percentage points, `p` of its difference from zero, `holm` corrected
-    over all differences of its family, also those that are not measured yet, and `no_loss`:
-    "supported", "contradicted", "open" or "not measured"; `no_loss_bootstrap` is what the bootstrap's
-    interval says. The model has the methods of all stages of which all runs are made. Where there is
+    over all differences of its family, also those that are not measured yet, and `verdict` on "no loss",
+    with the fields that `judge_claims` gives a claim on accuracy. The model has the methods of all stages of which all runs are made. Where there is
     no estimate, `reason` says why.
     """
     read = read_plan(path)
@@ -278,16 +277,15 @@ def _fair_difference(
         reason = f"diverged: {'; '.join(lost)}"
     else:
         estimate = model.estimate({pair[0]: 1, pair[1]: -1}, analysis.confidence)
-    word, other = NOT_MEASURED, ""
+    bound = "more_than", analysis.no_loss
+    word = NOT_MEASURED
     if not math.isnan(estimate.half):
-        word = judge_interval(estimate.low, estimate.high, "more_than", analysis.no_loss)
-        ends = estimate.value - estimate.bootstrap, estimate.value + estimate.bootstrap
-        other = judge_interval(*ends, "more_than", analysis.no_loss)
+        word = judge_interval(estimate.low, estimate.high, *bound)
     return {
         "first": pair[0], "second": pair[1], "measured": estimate.value, "low": estimate.low,
         "high": estimate.high, "half": estimate.half, "freedom": estimate.freedom,
-        "bootstrap": estimate.bootstrap, "n": estimate.n, "p": estimate.p(0.0),
-        "no_loss": word, "no_loss_bootstrap": other, "reason": reason,
+        "bootstrap": estimate.bootstrap, "n": estimate.n, "p": estimate.p(0.0), "reason": reason,
+        "measure": "accuracy", "bound": bound[0], "bound_value": bound[1], "verdict": word,
     }  # fmt: skip
 
 
@@ -440,17 +438,10 @@ def readable_fair_differences(table: pd.DataFrame) -> pd.DataFrame:
     rows = [
         {"family": row["family"], "difference, points": f"{row['first']} − {row['second']}",
          "ours": f"{format_interval(row['measured'], row['low'], row['high'])}, n = {row['n']}",
-         "p": _p(row["p"]), "p by Holm": _p(row["holm"]), "no loss": f"**{_word(row)}**"}
+         "p": _p(row["p"]), "p by Holm": _p(row["holm"]), "no loss": f"**{format_verdict(row)}**"}
         for row in table[table["measured"].notna()].to_dict("records")
     ]  # fmt: skip
     return pd.DataFrame(rows)
-
-
-def _word(row: Mapping[str, Any]) -> str:
-    """The verdict, and that of the bootstrap's interval if it is another one."""
-    other = row["no_loss_bootstrap"]
-    same = other in ("", row["no_loss"])
-    return row["no_loss"] if same else f"{row['no_loss']} (the bootstrap's interval says {other})"
 
 
 def _p(p: float) -> str:

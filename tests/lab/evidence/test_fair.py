@@ -143,7 +143,7 @@ def test_intervals_are_those_of_the_pooled_model_on_the_images_that_score(folder
     assert (row["measured"], row["low"], row["high"], row["p"]) == pytest.approx(
         (expected.value, expected.low, expected.high, expected.p(0))
     )
-    assert row["no_loss"] == lab.judge_interval(expected.low, expected.high, "more_than", -0.5)
+    assert row["verdict"] == lab.judge_interval(expected.low, expected.high, "more_than", -0.5)
 
 
 def test_images_that_choose_never_score_and_the_others_never_choose(folder):
@@ -194,7 +194,7 @@ def test_nothing_is_estimated_before_a_stage_is_whole(folder):
     score(folder, "TCS-K4", 40, 42, 45)
     table = lab.fair_differences(folder / "fair.yaml", folder)
     row = row_of(table, first="top-K", second="Baseline")
-    assert math.isnan(row["measured"]) and row["no_loss"] == "not measured"
+    assert math.isnan(row["measured"]) and row["verdict"] == "not measured"
     assert "stage rest" in row["reason"]
     assert math.isnan(row_of(table, first="TCS-K4", second="top-K")["p"])
     score(folder, "top-K", 40, 42, 45)
@@ -282,7 +282,8 @@ def test_a_person_reads_each_number_in_its_place(folder):
     fewer = table.assign(tried=[{0.5: 60.0}] + [{1.0: 61.0}] * (len(table) - 1))
     assert list(lab.readable_fair(fewer).iloc[0][tried[:2]]) == ["60.00", "–"]
     rows = [{"family": "one", "first": "TCS", "second": "FedAvg", "measured": 1.0, "low": 0.0, "high": 2.0,
-             "n": 3, "p": p, "holm": holm, "no_loss": "open", "no_loss_bootstrap": ""}
+             "n": 3, "p": p, "holm": holm, "measure": "accuracy", "bound": "more_than", "bound_value": -0.5,
+             "bootstrap": 0.4, "verdict": "supported", "reason": ""}
             for p, holm in ((0.001, 0.0009), (0.5, math.nan))]  # fmt: skip
     read = lab.readable_fair_differences(pd.DataFrame(rows))
     assert list(read["p"]) == ["0.001", "0.500"] and list(read["p by Holm"]) == ["< 0.001", "–"]
@@ -395,18 +396,21 @@ def test_a_plan_that_compares_a_method_which_it_does_not_tune_is_refused(folder)
         lab.fair_differences(path, folder)
 
 
-def test_a_verdict_that_the_bootstrap_does_not_share_is_named(folder):
+@pytest.mark.parametrize(
+    ("low", "high", "bootstrap", "said"),
+    [(-0.4, 0.4, 0.49, "supported"), (-0.4, 0.4, 0.6, "supported (the bootstrap's interval says open)"),
+     (-0.9, -0.1, 0.4, "open: lower, but perhaps not by more than the bound")],
+)  # fmt: skip
+def test_a_verdict_that_the_bootstrap_does_not_share_is_named(folder, low, high, bootstrap, said):
+    """Its interval of ± 0.6 around 0 contains the bound of −0.5."""
     whole_main(folder)
     table = lab.fair_differences(folder / "fair.yaml", folder).dropna(subset="measured")
-    row = row_of(table, first="TCS", second="Baseline")
-    ends = row["measured"] - row["bootstrap"], row["measured"] + row["bootstrap"]
-    assert row["no_loss_bootstrap"] == lab.judge_interval(*ends, "more_than", -0.5)
-    for other, said in (("open", "**supported (the bootstrap's interval says open)**"),
-                        ("supported", "**supported**")):  # fmt: skip
-        shown = lab.readable_fair_differences(
-            table.assign(no_loss="supported", no_loss_bootstrap=other)
-        )
-        assert set(shown["no loss"]) == {said}
+    word = lab.judge_interval(low, high, "more_than", -0.5)
+    mean = (low + high) / 2
+    shown = lab.readable_fair_differences(
+        table.assign(measured=mean, low=low, high=high, bootstrap=bootstrap, verdict=word)
+    )
+    assert set(shown["no loss"]) == {f"**{said}**"}
 
 
 # Two controls ─────────────────────────────────────────────────────────────────────────────────────
