@@ -208,12 +208,7 @@ answer.append(
     "\nOur trainings are smaller than the paper's and use its learning rates, scaled to our batches and not tuned."
     + (
         f" With the best learning rates that we tried for each method, TCS differs from centralized training by {lab.format_interval(*central[['measured', 'low', 'high']])} points "
-        f"(n = {central['n']}); that it loses at most half a point is then **{central['no_loss']}**"
-        + (
-            f" (but {central['no_loss_bootstrap']} with the bootstrap's interval)."
-            if central["no_loss_bootstrap"] != central["no_loss"]
-            else "."
-        )
+        f"(n = {central['n']}); that it loses at most half a point is then **{lab.evidence.judging.format_verdict(central)}**."
         if pd.notna(central["measured"])
         else ""
     )
@@ -426,11 +421,11 @@ if gaps["measured"].notna().any():
 # ### An earlier look at other rates
 #
 # This is the older and weaker evidence for Baseline and FedAvg, and so far the only one for TCS-L4-Q5. The plan of the main comparison
-# already contained trainings of three methods with half and with twice the learning rate. There is only one
-# run for each method and rate, all with a seed that no run of the main comparison has. So only a large effect can be seen, and these runs
-# are not used for any verdict. If a method ends higher at another rate than in all of its runs at the paper's rate, the paper's rate was
-# probably not the best for it. TCS is not in this table. The paper's Table 2 trains it at the higher learning rate of 0.8, which is 1.6
-# times that of Table 1. Our result for that stands below the table.
+# already contained trainings of three methods with half and with twice the learning rate. There is only one run for each method and rate,
+# all with a seed that no run of the main comparison has. So only a large effect can be seen, and these runs are not used for any verdict.
+# If a method ends higher at another rate than in all of its runs at the paper's rate, the paper's rate was probably not the best for it.
+# TCS is not in this table. The paper's Table 2 trains it at the higher learning rate of 0.8, which is 1.6 times that of Table 1. Our result
+# for that stands below the table.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 wide = {}

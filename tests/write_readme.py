@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import jinja2
@@ -83,8 +83,8 @@ def context() -> dict[str, Any]:
         "old_mask": control("freshness"),
         "regime": regime(),
         "tuned": tuned,
-        "tuned_answer": TUNED_ANSWERS[tuned["TCS", "Baseline"]["no_loss"]] if tuned else "",
-        "tuned_keeps": bool(tuned) and tuned["TCS", "Baseline"]["no_loss"] == SUPPORTED,
+        "tuned_answer": TUNED_ANSWERS[tuned["TCS", "Baseline"]["verdict"]] if tuned else "",
+        "tuned_keeps": bool(tuned) and tuned["TCS", "Baseline"]["verdict"] == SUPPORTED,
         "tuned_accuracy": lab.fair_table(FAIR_PLAN).set_index("scheme")["accuracy"],
         "tuned_otherwise": tuned_otherwise(),
         "gained": gains_of_tuning(),
@@ -97,6 +97,7 @@ def context() -> dict[str, Any]:
         "unequal": unequal_gaps(),
         "rounds": len(drawn()["TCS"][0]["rows"]) * rounds_of_an_epoch(drawn()["TCS"][0]),
         "known_methods": len([name for name, found in track_scores().stored.items() if found]),
+        "widest": widest_on_track(),
         "rows_made": rows_made,
         "rows_planned": rows_planned,
         "finished": finished_stages(),
@@ -163,7 +164,7 @@ def check_words_on_the_main_comparison() -> None:
     assert sum(dense) > len(dense) / 2
     # "and, narrowly, at tuned ones"
     central = tuned_gaps().get(("TCS", "Baseline"))
-    assert not central or central["no_loss"] != SUPPORTED or central["low"] < -0.4
+    assert not central or central["verdict"] != SUPPORTED or central["low"] < -0.4
 
 
 def check_words_on_synthetic_images() -> None:
@@ -177,8 +178,8 @@ def check_words_on_synthetic_images() -> None:
     few = stored_point("top-K", "top-K-K4")
     assert 0.95 < few.both / stored_point("TCS").both < 1.05
     assert on_track("TCS", "top-K-K4")["low"] < 0 < on_track("TCS", "top-K-K4")["high"]
-    # "so a loss of about a point is not excluded"
-    assert -1.5 < on_track("STC", "TCS")["low"] < -0.8 < 0 < on_track("STC", "TCS")["high"]
+    # "so a loss of up to ... is not excluded"
+    assert on_track("STC", "TCS")["low"] < 0 < on_track("STC", "TCS")["high"]
     # "also because its server sends as little as its clients"
     point = stored_point("STC")
     assert 0.9 < point.up / point.down < 1.1
@@ -188,7 +189,9 @@ def check_words_on_synthetic_images() -> None:
     assert on_track("TCS-Global Momentum", "TCS")["high"] < 0
     gain = on_track("FedAvg-Global Momentum", "FedAvg")
     assert gain["low"] < 0 < gain["high"]
-    assert on_track("TCS-Global Momentum", "FedAvg-Global Momentum")["high"] < -1
+    assert on_track("TCS-Global Momentum", "FedAvg-Global Momentum")["high"] < 0
+    # "Their intervals are wide", because of one method
+    assert widest_on_track()["deviation"] > 2
     # "every method has its usual number of entries"; "TCS, top-K, STC, DGC and QSGD"
     assert all(track_scores().stored.values())
     assert {"TCS", "top-K", "STC", "DGC", "QSGD"} < set(track_scores().stored)
@@ -599,13 +602,21 @@ def tuned_table() -> str:
         rows.append([
             words, f"{row['chosen']:g}" + (" \\*" if row["at_end"] else ""), f"{row['accuracy']:.2f} %", usual,
             interval(central) if central else "–", interval(others) if others else "–",
-            answer(central["no_loss"]) if central else "–",
+            answer(central["verdict"]) if central else "–",
         ])  # fmt: skip
     head = [
         "Method", "Best rate, relative to the main comparison", "Accuracy with it",
         "With the main comparison's rate", "Difference from centralized training, at the best rates", "From FedAvg", "Within half a point of centralized training?",
     ]  # fmt: skip
     return as_table(head, rows)
+
+
+def widest_on_track() -> dict[str, Any]:
+    """Return the scheme on the track that varies most between seeds, and its standard deviation in points."""
+    points = [point for found in track_scores().stored.values() for point in found]
+    deviations = {point.scheme: stdev(point.accuracies) for point in points}
+    scheme = max(deviations, key=deviations.__getitem__)
+    return {"scheme": scheme, "deviation": deviations[scheme]}
 
 
 def tuned_summary() -> str:
@@ -621,7 +632,7 @@ def tuned_summary() -> str:
         words = "A difference from FedAvg can no longer be seen"
     assert before["low"] > 0  # so that it could be seen
     return (
-        f"{answers[central['no_loss']]}: {TUNED_ANSWERS[central['no_loss']].replace('With', 'with')} {words} "
+        f"{answers[central['verdict']]}: {TUNED_ANSWERS[central['verdict']].replace('With', 'with')} {words} "
         f"({interval(dense)} points; in the main comparison {interval(before)})."
     )
 
@@ -630,9 +641,9 @@ def tuned_otherwise() -> list[str]:
     """Return the methods of `tuned_table` whose answer is another one with the bootstrap's interval, and
     this answer."""
     return [
-        f"{name}: {answer(row['no_loss_bootstrap'])}"
+        f"{name}: {answer(lab.differing_bootstrap_verdict(row))}"
         for (name, other), row in tuned_gaps().items()
-        if other == "Baseline" and row["no_loss_bootstrap"] != row["no_loss"]
+        if other == "Baseline" and lab.differing_bootstrap_verdict(row)
     ]
 
 
