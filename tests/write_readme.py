@@ -88,7 +88,6 @@ def context() -> dict[str, Any]:
         "tuned_accuracy": lab.fair_table(FAIR_PLAN).set_index("scheme")["accuracy"],
         "tuned_otherwise": tuned_otherwise(),
         "gained": gains_of_tuning(),
-        "gains": gains_of_tuning().values(),
         "tuned_left": tuned_methods_left(),
         "tuning_images": tuning_images(),
         "rates_at_end": rates_at_end(),
@@ -179,7 +178,7 @@ def check_words_on_synthetic_images() -> None:
     assert 0.95 < few.both / stored_point("TCS").both < 1.05
     assert on_track("TCS", "top-K-K4")["low"] < 0 < on_track("TCS", "top-K-K4")["high"]
     # "so a loss of up to ... is not excluded"
-    assert on_track("STC", "TCS")["low"] < 0 < on_track("STC", "TCS")["high"]
+    assert on_track("STC", "TCS")["low"] < -0.8 < 0 < on_track("STC", "TCS")["high"]
     # "also because its server sends as little as its clients"
     point = stored_point("STC")
     assert 0.9 < point.up / point.down < 1.1
@@ -189,7 +188,7 @@ def check_words_on_synthetic_images() -> None:
     assert on_track("TCS-Global Momentum", "TCS")["high"] < 0
     gain = on_track("FedAvg-Global Momentum", "FedAvg")
     assert gain["low"] < 0 < gain["high"]
-    assert on_track("TCS-Global Momentum", "FedAvg-Global Momentum")["high"] < 0
+    assert on_track("TCS-Global Momentum", "FedAvg-Global Momentum")["high"] < -1
     # "Their intervals are wide", because of one method
     assert widest_on_track()["deviation"] > 2
     # "every method has its usual number of entries"; "TCS, top-K, STC, DGC and QSGD"

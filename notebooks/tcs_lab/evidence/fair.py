@@ -238,8 +238,8 @@ def fair_differences(path: str | Path, results: str | Path | None = None) -> pd.
 
     `measured`, `low`, `high` in percentage points, `p` of its difference from zero, `holm` corrected
     over all differences of its family, also those that are not measured yet, and `verdict` on "no loss",
-    with the fields that `judge_claims` gives a claim on accuracy. The model has the methods of all stages of which all runs are made. Where there is
-    no estimate, `reason` says why.
+    with the fields that `judge_claims` gives a claim on accuracy. The model has the methods of all stages
+    of which all runs are made. Where there is no estimate, `reason` says why.
     """
     read = read_plan(path)
     analysis = validate(FairAnalysis, read.analysis, f"{path}: analysis")
