@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any
 
 import numpy as np
@@ -65,17 +65,18 @@ def compute_half_width(runs: Sequence[Run], model: Comparison, confidence: float
     """Return half the width of the interval of a method's mean accuracy over its runs, for other seeds and
     other images.
 
-    The deviation of a run is pooled over all methods in the model, and images are taken as drawn at
-    random, as in differences. It is nan if no method, or this one, has two runs.
+    The deviation of a run is pooled over all methods that scatter like this one, and images are taken as
+    drawn at random, as in differences. It is nan if none of these methods has two runs.
     """
-    groups: dict[Any, list[float]] = {}
+    alike = model.groups.get(runs[0][0])
+    by_cell: dict[Any, list[float]] = {}
     for (cell, _), value in model.accuracies.items():
-        groups.setdefault(cell, []).append(value)
-    freedom = sum(len(group) - 1 for group in groups.values())
+        if model.groups.get(cell) == alike:
+            by_cell.setdefault(cell, []).append(value)
+    freedom = sum(len(values) - 1 for values in by_cell.values())
     if not freedom:
         return math.nan
-    means = {cell: fmean(group) for cell, group in groups.items()}
-    squares = sum((value - means[cell]) ** 2 for (cell, _), value in model.accuracies.items())
+    squares = sum((len(values) - 1) * variance(values) for values in by_cell.values() if values[1:])
     right_SI = np.stack([100.0 * model.right[run] for run in runs])
     return Estimate(
         n=len(runs), seeds=squares / freedom / len(runs), images=images_variance(right_SI),
@@ -171,7 +172,7 @@ class Scores:
         self.confidence = confidence
         whole = [one for group in stored.values() for one in group if one.is_complete]
         others = [one for one in tuned if one.is_complete and one.name not in known]
-        self.model = fair_model([*whole, *others])
+        self.model = fair_model([*whole, *others], track.group_alike([*whole, *others]))
         self.points = make_points(tuned, self.model, confidence)
         self.stored: Mapping[str, list[Point]] = {
             name: make_points(group, self.model, confidence) for name, group in stored.items()

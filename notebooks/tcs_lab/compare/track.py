@@ -7,6 +7,7 @@ that `tcs queue` makes the stored rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,9 @@ class CompareAnalysis(BaseModel, extra="forbid"):
 
     confidence: Annotated[float, Field(gt=0, lt=1)]
     minutes: PositiveNumber  # of a run on one core
+    # methods with at most so many times the errors of centralized training scatter alike, and so do all
+    # others; without this, all methods do
+    accurate: PositiveNumber | None = None
     # the stored methods, each with its schemes at all densities, the usual density first
     methods: Annotated[dict[str, Annotated[list[str], Field(min_length=1)]], Field(min_length=1)]
 
@@ -71,6 +75,19 @@ class Track:
         return TunedScheme(
             "compare", Search(scheme, self.plan.tuning, profile, results), self.seeds, results
         )
+
+    def group_alike(self, tuned: Iterable[TunedScheme]) -> dict[str, bool]:
+        """Say by name which schemes are accurate. Those that are scatter alike from seed to seed, and those
+        that are not do, too.
+
+        A scheme is accurate if its tuning run made at most `analysis.accurate` times the errors of the
+        Baseline's. Without that setting, or without the Baseline, all schemes count as accurate. Tuning runs
+        have a seed and images of their own, so that no scored run decides on the group of a scheme.
+        """
+        limit = math.nan
+        if self.analysis.accurate is not None:
+            limit = self.analysis.accurate * self.find_scheme("Baseline").chosen_error
+        return {one.name: not one.chosen_error > limit for one in tuned}
 
     def find_stored(self) -> dict[str, list[TunedScheme]]:
         """Return the stored methods, with the records that there are of them."""

@@ -89,6 +89,13 @@ class TunedScheme:
     def chosen(self) -> float | None:
         return self.search.chosen
 
+    @property
+    def chosen_error(self) -> float:
+        """The part of the images that choose which the tuning run at the chosen rate got wrong; nan while
+        no rate is chosen."""
+        found = None if self.chosen is None else self.tried[self.chosen]
+        return math.nan if found is None else 1 - found
+
     @cached_property
     def scored(self) -> dict[int, Record]:
         """The records at the chosen rate, by seed."""
@@ -217,9 +224,11 @@ def gains_of_tuning(table: pd.DataFrame) -> dict[str, float]:
     }
 
 
-def fair_model(methods: Iterable[TunedScheme]) -> Comparison:
+def fair_model(
+    methods: Iterable[TunedScheme], groups: Mapping[str, bool] | None = None
+) -> Comparison:
     """The pooled model of scored runs, by method and seed, with the images that each got right. Only the
-    images that score count."""
+    images that score count. `groups` says which methods scatter alike, by name; without it, all do."""
     methods, accuracies, right = list(methods), {}, {}
     scored = [record for method in methods for record in method.scored.values()]
     check_same_data(scored, f"scored runs of {', '.join(method.name for method in methods)}")
@@ -230,7 +239,7 @@ def fair_model(methods: Iterable[TunedScheme]) -> Comparison:
             assert found is not None  # else there is no accuracy on a part of the images
             spans = method.search.tuning.score_on
             right[method.name, seed] = np.concatenate([found[start:end] for start, end in spans])
-    return Comparison(accuracies, right)
+    return Comparison(accuracies, right, groups)
 
 
 def fair_differences(path: str | Path, results: str | Path | None = None) -> pd.DataFrame:

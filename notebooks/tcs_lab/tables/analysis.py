@@ -16,6 +16,7 @@ import numpy as np
 from scipy.special import stdtr, stdtrit  # scipy.stats takes seconds to import
 
 DRAWS = 4000  # of the bootstrap
+NO_WEIGHT = 1e-18  # a sum of squared weights up to this is nothing but rounding errors
 Cell = (
     Any  # that which runs of several seeds have in common, such as a scheme at its rate; hashable
 )
@@ -33,18 +34,35 @@ class Fit:
     solver_PR: np.ndarray  # the design's pseudo-inverse
     values_R: np.ndarray
     residuals_R: np.ndarray
-    freedom: int  # R minus the design's rank
+    leverages_R: np.ndarray  # the part of each value in its own fitted value
+    groups: tuple[Hashable, ...]  # of each run; the residuals of a group have one variance
 
-    @property
-    def variance(self) -> float:
-        """The variance of one residual; nan without degrees of freedom."""
-        squares = float(self.residuals_R @ self.residuals_R)
-        return squares / self.freedom if self.freedom else math.nan
+    def group_variance(self, group: Hashable) -> tuple[float, float]:
+        """The variance of one residual of a group and its degrees of freedom, which add up to R minus the
+        design's rank over all groups. The variance is nan without degrees of freedom."""
+        its_R = self.group_mask(group)
+        squares = float(self.residuals_R[its_R] @ self.residuals_R[its_R])
+        freedom = round(float(np.sum(1 - self.leverages_R[its_R])), 9)
+        return squares / freedom if freedom else math.nan, freedom
+
+    def group_mask(self, group: Hashable) -> np.ndarray:
+        """Which of the runs (R,) are those of a group."""
+        return np.array([one == group for one in self.groups])
+
+    def variance_of(self, weights_R: np.ndarray) -> tuple[float, float]:
+        """The variance of the sum of weighted values, and its degrees of freedom."""
+        variances, freedoms = [], []
+        for group in dict.fromkeys(self.groups):
+            its_R = self.group_mask(group)
+            if (squares := float(weights_R[its_R] @ weights_R[its_R])) > NO_WEIGHT:
+                variance, freedom = self.group_variance(group)
+                variances.append(variance * squares)
+                freedoms.append(freedom)
+        return add_variances(variances, freedoms)
 
     def weights(self, signs: Mapping[Cell, float]) -> np.ndarray:
-        """The weights (R,) with which the values add up to the estimate of sum(sign x cell). The sum of
-        their squares is the estimate's variance in units of a residual's variance. The signs have to
-        add up to zero."""
+        """The weights (R,) with which the values add up to the estimate of sum(sign x cell). The signs have
+        to add up to zero."""
         places = {cell: place for place, cell in enumerate(self.cells)}
         contrast_P = np.zeros(len(self.solver_PR))
         for cell, sign in signs.items():
@@ -52,8 +70,16 @@ class Fit:
         return contrast_P @ self.solver_PR
 
 
-def fit_additive(values: Sequence[float], cells: Sequence[Cell], blocks: Sequence[Hashable]) -> Fit:
-    """Fit R values, each of which belongs to a cell (scheme) and a block (seed)."""
+def fit_additive(
+    values: Sequence[float],
+    cells: Sequence[Cell],
+    blocks: Sequence[Hashable],
+    groups: Sequence[Hashable] | None = None,
+) -> Fit:
+    """Fit R values, each of which belongs to a cell (scheme) and a block (seed). All weigh alike in the fit.
+
+    Without `groups`, all residuals have one variance; with them, those of each group have their own.
+    """
     columns = [*dict.fromkeys(cells)], [*dict.fromkeys(blocks)]
     halves = [
         np.array([[one == column for column in names] for one in of_runs], dtype=float)
@@ -63,8 +89,19 @@ def fit_additive(values: Sequence[float], cells: Sequence[Cell], blocks: Sequenc
     values_R = np.asarray(values, dtype=float)
     solver_PR = np.linalg.pinv(design_RP)
     residuals_R = values_R - design_RP @ (solver_PR @ values_R)
-    freedom = len(values_R) - int(np.linalg.matrix_rank(design_RP))
-    return Fit(tuple(columns[0]), solver_PR, values_R, residuals_R, freedom)
+    leverages_R = np.einsum("rp,pr->r", design_RP, solver_PR)
+    groups = tuple(groups or [None] * len(values_R))
+    return Fit(tuple(columns[0]), solver_PR, values_R, residuals_R, leverages_R, groups)
+
+
+def add_variances(variances: Sequence[float], freedoms: Sequence[float]) -> tuple[float, float]:
+    """Add variances of independent estimates, and give the sum's degrees of freedom by Satterthwaite's
+    formula: 0 if one of them has none."""
+    total, freedom = math.fsum(variances), min(freedoms, default=0)
+    if freedom and total:
+        pairs = zip(variances, freedoms, strict=True)
+        freedom = total**2 / math.fsum(one**2 / of_one for one, of_one in pairs)
+    return total, freedom
 
 
 # Images ───────────────────────────────────────────────────────────────────────────────────────────
@@ -144,16 +181,24 @@ class Comparison:
     """The additive model over all judged runs, with the images that each run got right.
 
     `accuracies` are in percent, by cell and seed. `right` has the outcomes (images,) bool of those runs
-    that kept them. All runs of one seed share its effect.
+    that kept them. All runs of one seed share its effect. All runs have one deviation, except where
+    `groups` puts cells that scatter alike into groups of their own, by cell; then each group has its own.
     """
 
-    def __init__(self, accuracies: Mapping[Run, float], right: Mapping[Run, np.ndarray]):
+    def __init__(
+        self,
+        accuracies: Mapping[Run, float],
+        right: Mapping[Run, np.ndarray],
+        groups: Mapping[Cell, Hashable] | None = None,
+    ):
         self.accuracies, self.right = dict(accuracies), dict(right)
+        self.groups = dict(groups or {})
 
     @cached_property
     def fit(self) -> Fit:
         cells, seeds = zip(*self.accuracies, strict=True)
-        return fit_additive(list(self.accuracies.values()), cells, seeds)
+        groups = [self.groups.get(cell) for cell in cells]
+        return fit_additive(list(self.accuracies.values()), cells, seeds, groups)
 
     def seeds(self, *cells: Cell) -> list[int]:
         """The seeds that all of the cells have."""
@@ -169,12 +214,13 @@ class Comparison:
         half = math.nan
         if len(seeds) > 1:
             half = bootstrap_half(self.fit, weights_R, gaps_SI, confidence)
+        of_seeds, freedom = self.fit.variance_of(weights_R)
         return Estimate(
             value=float(weights_R @ self.fit.values_R),
             n=len(seeds),
-            seeds=self.fit.variance * float(weights_R @ weights_R),
+            seeds=of_seeds,
             images=math.nan if gaps_SI is None else images_variance(gaps_SI),
-            residual_freedom=self.fit.freedom,
+            residual_freedom=freedom,
             confidence=confidence,
             bootstrap=half,
         )
@@ -197,11 +243,9 @@ def minus(one: Estimate, other: Estimate, images: float) -> Estimate:
     degrees of freedom that Satterthwaite's formula gives for the sum. `images` is the images' part
     of the variance of the whole (`images_variance`). No bootstrap.
     """
-    seeds, freedoms = one.seeds + other.seeds, (one.residual_freedom, other.residual_freedom)
-    freedom = min(freedoms)
-    if freedom and seeds:
-        parts = one.seeds**2 / freedoms[0] + other.seeds**2 / freedoms[1]
-        freedom = seeds**2 / parts
+    seeds, freedom = add_variances(
+        [one.seeds, other.seeds], [one.residual_freedom, other.residual_freedom]
+    )
     return Estimate(
         value=one.value - other.value,
         n=min(one.n, other.n),
@@ -219,16 +263,21 @@ def bootstrap_half(
     fit: Fit, weights_R: np.ndarray, gaps_SI: np.ndarray | None, confidence: float
 ) -> float:
     """Half the width of the interval by the bootstrap: of the middle `confidence` of DRAWS differences, for
-    which residuals are drawn from all runs and images from all images. nan without degrees of freedom.
+    which residuals are drawn from all runs of the same group and images from all images. nan without
+    degrees of freedom.
 
     It is a little wider than Student's interval: the images that are drawn also carry each run's own
     chance, which the residuals contain already.
     """
-    if not fit.freedom:
-        return math.nan
-    generator = np.random.default_rng(0)
-    inflated_R = fit.residuals_R * math.sqrt(len(fit.residuals_R) / fit.freedom)
-    drawn = generator.choice(inflated_R, (DRAWS, len(weights_R))) @ weights_R
+    generator, drawn = np.random.default_rng(0), np.zeros(DRAWS)
+    for group in dict.fromkeys(fit.groups):
+        its_R = fit.group_mask(group)
+        count, (_, freedom) = int(its_R.sum()), fit.group_variance(group)
+        if weights_R[its_R] @ weights_R[its_R] > NO_WEIGHT and not freedom:
+            return math.nan
+        if freedom:
+            inflated = fit.residuals_R[its_R] * math.sqrt(count / freedom)
+            drawn += generator.choice(inflated, (DRAWS, count)) @ weights_R[its_R]
     if gaps_SI is not None:
         images = gaps_SI.shape[1]
         values, counts = np.unique(gaps_SI.mean(0).round(9), return_counts=True)

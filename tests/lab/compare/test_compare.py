@@ -835,6 +835,55 @@ def test_the_interval_of_a_score_pools_the_deviation_of_all_methods():
     assert math.isnan(scoring.compute_half_width([("a", 1)], lab.Comparison(single, right), 0.95))
 
 
+def test_the_interval_of_a_score_pools_only_methods_that_scatter_alike():
+    """a and b are off by ±1, c by ±10: 4 over two degrees of freedom is 2, half of it for two runs; for c
+    it is 200 over one."""
+    levels = {"a": (60.0, 62.0), "b": (70.0, 72.0), "c": (20.0, 40.0)}
+    accuracies = {(name, seed): x for name, of in levels.items() for seed, x in enumerate(of)}
+    right = dict.fromkeys(accuracies, np.zeros(4, dtype=bool))  # nothing comes from images
+    model = lab.Comparison(accuracies, right, {"a": True, "b": True, "c": False})
+    for name, variance, freedom in (("a", 2 / 2, 2), ("c", 200 / 2, 1)):
+        half = scoring.compute_half_width([(name, 0), (name, 1)], model, 0.95)
+        assert half == pytest.approx(stdtrit(freedom, 0.975) * math.sqrt(variance), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("accurate", "baseline", "expected"),
+    [
+        (2.0, 0.125, [True, True, False]),
+        (1.0, 0.125, [True, False, False]),
+        (None, 0.125, [True, True, True]),
+        (2.0, math.nan, [True, True, True]),  # no Baseline is tuned yet
+    ],
+)
+def test_accurate_methods_make_at_most_so_many_times_the_errors_of_the_baseline(
+    accurate, baseline, expected
+):
+    """The three make as many errors as the Baseline, twice and three times as many."""
+    tuned = [
+        SimpleNamespace(name=name, chosen_error=times * 0.125)
+        for name, times in (("a", 1), ("b", 2), ("c", 3))
+    ]
+    track = SimpleNamespace(
+        analysis=SimpleNamespace(accurate=accurate),
+        find_scheme=lambda name: SimpleNamespace(chosen_error={"Baseline": baseline}[name]),
+    )
+    assert tracks.Track.group_alike(track, tuned) == dict(zip("abc", expected, strict=True))
+
+
+def test_the_stored_methods_have_two_deviations():
+    """The committed tuning runs decide which methods are accurate, and intervals follow from it."""
+    scores = scoring.Scores(read_track())
+    groups = scores.model.groups
+    assert groups["Baseline"] and groups["STC"] and not groups["rand-K-K16"]
+    known = read_track().find_scheme("TCS")
+    assert known.chosen_error == 1 - known.tried[known.chosen]
+    accurate, other = (scores.model.fit.group_variance(group)[0] for group in (True, False))
+    assert accurate < other
+    halves = {p.scheme: p.half for points in scores.stored.values() for p in points}
+    assert halves["TCS"] < halves["rand-K-K16"]
+
+
 def half_squared_images(right, runs):
     """The variance of the mean over images, less what comes from single runs on single images."""
     one, other = (100.0 * right[run] for run in runs)
@@ -846,7 +895,9 @@ def half_squared_images(right, runs):
 def scores():
     """Scores of the stored method M, whose points a and b send 2 and 5 MB, 1 MB of it at the start, and
     of N, which sends nothing. The points "low", "x" and "high" are those of another method."""
-    track = SimpleNamespace(find_stored=dict, analysis=SimpleNamespace(confidence=0.95))
+    track = SimpleNamespace(
+        find_stored=dict, analysis=SimpleNamespace(confidence=0.95), group_alike=lambda tuned: {}
+    )
     made = scoring.Scores(track)
     levels = {"a": 60.0, "b": 70.0, "none": 55.0, "low": 58.0, "x": 66.0, "high": 72.0}
     runs = {(name, seed): level + seed for name, level in levels.items() for seed in range(3)}

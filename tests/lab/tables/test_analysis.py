@@ -83,7 +83,39 @@ def test_the_fit_is_that_of_least_squares_where_runs_are_missing():
     for one, other in (("a", "b"), ("c", "b")):
         weights = fit.weights({one: 1, other: -1})
         assert weights @ fit.values_R == pytest.approx(schemes[one] - schemes[other])
-    assert np.abs(fit.residuals_R).max() < 1e-9 and fit.freedom == 8 - 6
+    assert np.abs(fit.residuals_R).max() < 1e-9
+    assert fit.group_variance(None) == (pytest.approx(0), 8 - 6)
+
+
+def test_each_group_of_runs_has_its_own_deviation():
+    """Residuals of a and b are ±1 in each run, those of c and d ±3, and no seed has an effect. The four
+    differences a and b have 2 x (4 - 1) of the degrees of freedom, less their half of the seeds' three."""
+    signs = {"a": (1, -1, 1, -1), "b": (-1, 1, -1, 1), "c": (3, -3, -3, 3), "d": (-3, 3, 3, -3)}
+    runs = {(c, s): x for c, of_seed in signs.items() for s, x in enumerate(of_seed)}
+    groups = {"a": "calm", "b": "calm", "c": "wild", "d": "wild"}
+    model = lab.Comparison(runs, {}, groups)
+    freedom = 6 - 3 / 2
+    assert model.fit.group_variance("calm") == (pytest.approx(8 / freedom), freedom)
+    assert model.fit.group_variance("wild") == (pytest.approx(72 / freedom), freedom)
+    for one, other, variance, at in (
+        ("a", "b", 8 / freedom / 2, freedom),
+        ("c", "d", 72 / freedom / 2, freedom),
+        ("a", "c", 80 / freedom / 4, freedom * 80**2 / (8**2 + 72**2)),
+    ):
+        found = model.estimate({one: 1, other: -1}, 0.95)
+        assert (found.value, found.n) == (pytest.approx(0), 4)
+        assert found.seeds == pytest.approx(variance) and found.freedom == pytest.approx(at)
+        assert found.bootstrap == pytest.approx(found.half, rel=0.3)
+    pooled = lab.Comparison(runs, {}).estimate({"a": 1, "b": -1}, 0.95)
+    assert pooled.seeds == pytest.approx(80 / 9 / 2) and pooled.freedom == pytest.approx(9)
+
+
+def test_a_group_with_a_single_run_has_no_interval():
+    runs = {(c, s): float(s) for c in "ab" for s in range(3)} | {("c", 0): 5.0}
+    model = lab.Comparison(runs, {}, {"c": "alone"})
+    assert math.isnan(model.estimate({"a": 1, "c": -1}, 0.95).half)
+    assert math.isnan(model.estimate({"a": 1, "c": -1}, 0.95).bootstrap)
+    assert model.estimate({"a": 1, "b": -1}, 0.95).half == pytest.approx(0)
 
 
 # Images ───────────────────────────────────────────────────────────────────────────────────────────
