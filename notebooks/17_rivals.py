@@ -163,7 +163,7 @@ if safe_by_first_plan is not safe[0]:
     )
 
 # %% [markdown]
-# These are the answers for the four cases:
+# So these are the answers:
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -230,10 +230,11 @@ def question_row(one: str, other: str, better: bool, question: str, value, low, 
     return {"Question": question, "Answer": said, "Difference, points": shown, "Answer by the first plan": "–"}  # fmt: skip
 
 
-rows = []
+rows, p_values = [], {}
 for question in questions:
-    one, other, better, _ = question
+    one, other, better, words = question
     ours, first = estimate(one, other), by_first_plan(one, other)
+    p_values[words] = ours.p(0)
     row = question_row(*question, ours.value, ours.low, ours.high)
     rows.append(row | {"Answer by the first plan": answer(better, first.value, first.low, first.high)})  # fmt: skip
 controls = lab.control_answers(lab.ROOT / "params/controls_plan.yaml").set_index("question")
@@ -243,6 +244,10 @@ if pd.notna(mask["measured"]):
     ends = mask["measured"], mask["low"], mask["high"]
     rows.insert(3, question_row("TCS", "TCS-Random", True, words, *ends))
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
+level = 1 - scores.confidence
+unsure = [f"“{words}”" for words, p in lab.holm(p_values).items() if p_values[words] < level < p]
+if unsure:
+    print(f"With Holm's correction for the {len(p_values)} questions about the track, these would have no answer: {', '.join(unsure)}.")  # fmt: skip
 
 # %% [markdown]
 # **What this does not say.** All this is one task, a small network on synthetic images. On another task, the order may differ. And the

@@ -70,7 +70,8 @@ def describe_rows(table: pd.DataFrame, confidence: float) -> str:
 
 COMPARISON_NOTE = (
     "The first difference is that of the mean accuracies, whatever the two methods send. Its interval pools "
-    "the deviations of all methods. If it contains 0, this comparison cannot tell which of the two is more "
+    "the deviations between seeds of several methods: of all accurate ones and of all others, as the track's "
+    "plan defines them. If it contains 0, this comparison cannot tell which of the two methods is more "
     "accurate. Relative bytes are those of the stored method divided by those of the new one. "
 )
 EQUAL_NOTE = (
