@@ -205,7 +205,9 @@ if safe_by_first_plan is not safe[0]:
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 def share(point: compare.scoring.Point) -> str:
-    return f"1/{lab.format_times(dense.both / point.both)} of the bytes of FedAvg"
+    part = point.both / dense.both
+    words = f"{100 * part:.0f} %" if part > 0.2 else f"1/{lab.format_times(1 / part)}"
+    return f"{words} of the bytes of FedAvg"
 
 
 def is_beaten(point: compare.scoring.Point) -> bool:
