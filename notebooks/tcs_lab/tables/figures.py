@@ -260,7 +260,7 @@ def _draw_level(axes: Any, words: str, mean: float, spread: float, colour: str) 
 
 def label_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> None:
     """Write words beside each point, given as (words, x, y, colour), at the nearest side where they fit
-    and hide no curve."""
+    and hide no curve. If this is not next to the point, a thin line joins the two."""
     from matplotlib.transforms import Bbox
 
     axes.figure.draw_without_rendering()  # settles the layout
@@ -276,8 +276,9 @@ def label_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> 
             occupied += _boxes_along(axes.transData.transform(line.get_xydata()))
     for words, x, y, colour in points:
         for far, up, side in itertools.product((1, 4, 7), (-1, 1), (1, -1, 0)):
+            place = (7 * side, 5 * far * up)
             text = axes.annotate(
-                words, (x, y), (7 * side, 5 * far * up), textcoords="offset points", fontsize=10,
+                words, (x, y), place, textcoords="offset points", fontsize=10,
                 color=text_colour(colour), ha=("center", "left", "right")[side],
                 va="bottom" if up > 0 else "top",
             )  # fmt: skip
@@ -288,6 +289,9 @@ def label_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> 
                 break
             text.remove()
         occupied.append(box)
+        if far > 1:
+            line = {"arrowstyle": "-", "color": text_colour(colour), "linewidth": 0.6, "shrinkA": 0}
+            axes.annotate("", (x, y), place, textcoords="offset points", arrowprops=line)
 
 
 def _boxes_along(pixels: np.ndarray) -> list[Any]:
