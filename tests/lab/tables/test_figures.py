@@ -136,13 +136,27 @@ def test_labels_are_off_the_curves():
         points.append((name, x[-1], y[-1], lab.curve_style(name)["color"]))
     axes.margins(0.2)
     lab.tables.figures.label_points(axes, points)
-    boxes = [text.get_window_extent() for text in axes.texts]
+    boxes = [text.get_window_extent() for text in axes.texts if text.get_text()]
     assert len(boxes) == 3
     for line in axes.lines:
         at = axes.transData.transform(np.column_stack([line.get_xdata(), line.get_ydata()]))
         fine = np.concatenate([np.linspace(a, b, 20) for a, b in itertools.pairwise(at)])
         inside = [box.contains(*point) for box in boxes for point in fine]
         assert not any(inside)
+
+
+def test_a_line_joins_a_point_and_words_that_are_not_beside_it():
+    """One point is alone, and its name stands beside it. Others lie so near each other that some of their
+    names do not."""
+    axes = Figure().subplots()
+    axes.set(xlim=(0, 10), ylim=(0, 10))
+    crowd = [(f"at {x}, {y}", x, y, "#000000") for x in (4.7, 5.0, 5.3) for y in (4.7, 5.0, 5.3)]
+    lab.tables.figures.label_points(axes, [("alone", 2, 2, "#000000"), *crowd])
+    names = [text for text in axes.texts if text.get_text()]
+    joined = [text.xy for text in axes.texts if text.arrow_patch is not None]
+    apart = [text.xy for text in names if abs(text.xyann[1]) > 5]
+    assert len(names) == 10 and joined == apart
+    assert len(apart) > 1 and (2, 2) not in apart
 
 
 def test_another_schemes_curve_has_a_colour_of_its_own():
