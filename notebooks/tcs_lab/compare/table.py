@@ -160,7 +160,8 @@ def comparison_figure(scores: Scores, method: str = "") -> Any:
         plain_log(axes.xaxis)
         axes.grid(alpha=0.25)
         dark = text_colour(COLOURS[0])
-        label_points(axes, [*names, *((p.scheme, p.both, p.accuracy, dark) for p in stars)])
+        # the compared method comes first, so that its name has the best place
+        label_points(axes, [*((p.scheme, p.both, p.accuracy, dark) for p in stars), *names])
         known = "the known methods" if method else "Known methods"
         what = f"{method} (stars) beside {known}" if method else known
         confidence = f"bars: {scores.confidence:.0%} intervals"

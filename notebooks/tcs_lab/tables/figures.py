@@ -275,7 +275,7 @@ def label_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> 
         if len(line.get_xdata()) > 2:
             occupied += _boxes_along(axes.transData.transform(line.get_xydata()))
     for words, x, y, colour in points:
-        for far, up, side in itertools.product((1, 4, 7), (-1, 1), (1, -1, 0)):
+        for far, up, side in itertools.product((1, 4, 7, 10), (-1, 1), (1, -1, 0)):
             place = (7 * side, 5 * far * up)
             text = axes.annotate(
                 words, (x, y), place, textcoords="offset points", fontsize=10,
@@ -285,7 +285,7 @@ def label_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> 
             box = text.get_window_extent()
             inside = axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1
             inside = inside and axes.bbox.y0 < box.y0 and box.y1 < axes.bbox.y1
-            if (far, up, side) == (7, 1, 0) or (inside and not any(map(box.overlaps, occupied))):
+            if (far, up, side) == (10, 1, 0) or (inside and not any(map(box.overlaps, occupied))):
                 break
             text.remove()
         occupied.append(box)
