@@ -160,16 +160,17 @@ class Scheme:
       masks, and rand-K has only a shared one. They cannot both be None.
     - `phi_min_global`, `phi_min_local`: the smallest fraction that is kept of every layer, in the
       shared mask and in an own mask (layer-wise fairness, Sec. II-C). None: no minimum.
-    - `shared_from`: what TCS takes its shared mask from, "update" or a key of SHARED_FROM. "update"
-      means the largest entries of the last update, as in the paper. Importing tcs_lab.schemes adds
-      "stale" (of the update of ten rounds ago), "weights" (of the model's weights) and "random" (a
-      mask that is drawn in each round from the seed). Rules other than "TCS" need "update".
+    - `shared_from`: what TCS takes its shared mask from. "update" means the largest entries of the
+      last update, as in the paper. Other values are the keys of SHARED_FROM. Importing
+      tcs_lab.schemes adds three: "stale" (of the update of ten rounds ago), "weights" (of the
+      model's weights) and "random" (a mask that is drawn in each round from the seed). Rules other
+      than "TCS" need "update".
     - `dense_warmup`: whether a round is dense (every entry is sent, in 32 bits) as long as the rule
       has no shared mask yet. With False, clients then send only own masks, which are larger by
       the size of the shared mask.
-    - `warmup_masks`: a whole number from 1 to 1000. If it is 1, `Phase.mask_factor` is ignored.
-      Otherwise it is applied; tcs_core does not use the number itself. (The schedules of tcs_lab
-      give the number as `Phase.mask_factor` of the first rounds, the warm-up.)
+    - `warmup_masks`: how many times as large masks are in a sparse warm-up, from 1 to 1000. This
+      module only looks at whether it is 1: then `Phase.mask_factor` is ignored, and otherwise it is
+      applied. (The schedules of tcs_lab set `mask_factor` to this number in the first rounds.)
 
     How they are sent
 
@@ -233,6 +234,8 @@ class Scheme:
         _check_one_of("down_quantizer", self.down_quantizer, QUANTIZERS)
         _check_one_of("code", self.code, CODES)
         _check_one_of("error_unit", self.error_unit, ("difference", "gradient"))
+        # Those of tcs_lab.schemes are allowed here without it, so that `rule_of` can say what to
+        # import.
         sources = ("update", "stale", "weights", "random", *SHARED_FROM)
         _check_one_of("shared_from", self.shared_from, dict.fromkeys(sources))
         if self.shared_from != "update" and self.rule != "TCS":
@@ -242,18 +245,17 @@ class Scheme:
         _check_bits("value_bits", self.value_bits)
         _check_bits("down_value_bits", self.down_value_bits)
         for key in ("error_accumulation", "centralized", "dense_warmup"):
-            if type(getattr(self, key)) is not bool:
-                _refuse(key, getattr(self, key), "true or false")
+            _check_flag(key, getattr(self, key))
         object.__setattr__(self, "momentum", _check_momentum(self.momentum))
         for key in _PHIS:
             share = getattr(self, key)
             if share is None:
                 continue
             if type(share) not in (int, float) or not 1e-12 <= share <= 1:
-                _refuse(key, share, "a share from 1e-12 to 1, or null")
+                _refuse(key, share, "a fraction from 1e-12 to 1, or None")
             object.__setattr__(self, key, float(share))
         if self.phi_global is None and self.phi_local is None:
-            raise ValueError(f"{self.name}: phi_global and phi_local are null: nothing is sent")
+            raise ValueError(f"{self.name}: phi_global and phi_local are None: nothing is sent")
 
     @cached_property
     def intervals(self) -> int:
@@ -298,7 +300,7 @@ class Scheme:
         Raises ValueError for an unknown name, for a suffix that makes no sense with the family, for
         two suffixes that set the same field, and for a change that contradicts the name, such as
         local_steps=2 for "TCS-L4". A scheme of the paper also refuses a `phi_global` or `phi_local`
-        for a mask that it does not have, such as phi_global for top-K.
+        for a mask that it does not have, such as phi_global for top-K, and another `centralized`.
         """
         family, parts = _split_name(name)
         _check_fields(changes)
@@ -308,8 +310,10 @@ class Scheme:
         fields, said = dict(FAMILIES[family]), {False: set[str](), True: set[str]()}
         for part, suffix, number in sorted(found, key=lambda one: one[1].last):
             _check_needs(suffix, part, fields, name)
-            sets = suffix.change(fields, number)
-            _check_fields(sets.keys() - {"rule"}, f"suffix {suffix.form}: ")
+            sets = suffix.change(dict(fields), number)
+            if not isinstance(sets, dict):
+                _refuse(f"suffix {suffix.form}", sets, "a dictionary of fields, returned by it")
+            _check_fields(sets, f"suffix {suffix.form}: ")
             if said[suffix.last] & sets.keys():  # the last ones change what others have set
                 what = f"{part!r} sets what another suffix sets"
                 raise ValueError(f"scheme {shorten(name)}: {what}")
@@ -326,92 +330,6 @@ class Scheme:
             fields |= sets
         spelt = "".join(_spelling(suffix, number, fields) for _, suffix, number in found)
         return Scheme(name=family + spelt, **(fields | changes))
-
-
-_PHIS = ("phi_global", "phi_local", "phi_min_global", "phi_min_local", "phi_down")
-
-
-def _check_fields(given: Iterable[str], what: str = "") -> None:
-    """Raise ValueError unless these are names of fields of Scheme other than `name` and `rule`."""
-    allowed = {field.name for field in dataclasses.fields(Scheme)} - {"name", "rule"}
-    if unknown := sorted(set(given) - allowed):
-        known = ", ".join(sorted(allowed))
-        raise ValueError(f"{what}unknown field: {', '.join(unknown)}; allowed: {known}")
-
-
-def _refuse(key: str, value: Any, allowed: str) -> NoReturn:
-    raise ValueError(f"{key}: got {shorten(value)} ({type(value).__name__}), allowed: {allowed}")
-
-
-def _number(value: Any) -> Any:
-    """Convert a numpy number or a tensor with zero dimensions to a Python number; return others
-    unchanged.
-
-    Such numbers become part of states, and torch.load refuses numpy's types.
-    """
-    if isinstance(value, np.generic | np.ndarray | Tensor) and value.ndim == 0:
-        return value.item()
-    return value
-
-
-def _check_whole(key: str, value: Any, low: int, high: int | None = None) -> int:
-    """Return the number as a Python int. Raises ValueError for a bool, a float, or one out of
-    range."""
-    number = _number(value)
-    if type(number) is not int or number < low or (high is not None and number > high):
-        span = f">= {low}" if high is None else f"from {low} to {high}"
-        _refuse(key, number, f"a whole number {span}")
-    return number
-
-
-def _check_flag(key: str, value: Any, more: str = "") -> bool:
-    """Return the flag as a Python bool. Raises ValueError for anything but True and False."""
-    flag = _number(value)
-    if type(flag) is not bool:
-        _refuse(key, value, f"True or False{more}")
-    return flag
-
-
-def _check_tensor(key: str, value: Any) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{key}: got a {type(value).__name__}, allowed: a tensor")
-    return value
-
-
-def _check_momentum(value: Any) -> float:
-    """Return a momentum as a float. Raises ValueError for a bool, for NaN, or for one out of
-    range."""
-    number = _number(value)
-    if type(number) not in (int, float) or not 0 <= number < 1:
-        _refuse("momentum", number, "a number in [0, 1)")
-    return float(number)
-
-
-def _check_bits(key: str, value: Any) -> None:
-    if type(value) is not int or not (1 <= value <= 16 or value == 32):
-        _refuse(key, value, "1 to 16, or 32 for float32")
-
-
-def _listed(key: str, value: Any) -> list[Any]:
-    """Return what an iterable contains. Raises ValueError for anything else, and for a string."""
-    if not isinstance(value, Iterable) or isinstance(value, str | bytes | dict):
-        _refuse(key, value, "a list")
-    return list(value)
-
-
-def _check_text(key: str, value: Any) -> None:
-    if not isinstance(value, str) or not value:
-        _refuse(key, value, "a string that is not empty")
-
-
-def _check_one_of(key: str, value: Any, known: Iterable[str]) -> None:
-    names = list(known)
-    if not isinstance(value, str) or value not in names:
-        _refuse(key, value, ", ".join(names))
-
-
-def _intervals(value_bits: int) -> int:
-    return 0 if value_bits == 32 else 2 ** (value_bits - 1)
 
 
 def _split_name(name: str) -> tuple[str, list[str]]:
@@ -491,8 +409,8 @@ def _check_needs(suffix: Suffix, part: str, fields: dict[str, Any], name: str) -
 
 
 def _check_phis(family: str, changes: dict[str, Any]) -> None:
-    """Raise ValueError if changes give a mask to a family of the paper that does not have this
-    mask."""
+    """Raise ValueError if changes give a family of the paper a mask that it does not have, or make
+    it centralized or not."""
     if family not in _THE_PAPERS:
         return
     fields = FAMILIES[family]
@@ -502,7 +420,7 @@ def _check_phis(family: str, changes: dict[str, Any]) -> None:
     for key in ("phi_global", "phi_local"):
         settled = key in fields and (fields["rule"] == "dense" or fields[key] is None)
         if settled and changes.get(key, fields[key]) != fields[key]:
-            allowed = f"{fields[key]}: another has no meaning there"
+            allowed = f"{fields[key]}, since another value has no meaning there"
             other = "phi_local" if key == "phi_global" else "phi_global"
             if fields["rule"] != "dense":
                 allowed += f" (set {other})"
@@ -514,6 +432,98 @@ def _spelling(suffix: Suffix, number: int, fields: dict[str, Any]) -> str:
     if suffix.form == "-Global Momentum" and fields.get("centralized"):
         return "-Momentum"
     return re.sub("<.*>", str(number), suffix.form)
+
+
+# Checks that the whole module uses ────────────────────────────────────────────────────────────────
+
+_PHIS = ("phi_global", "phi_local", "phi_min_global", "phi_min_local", "phi_down")
+
+
+def _check_fields(given: Iterable[str], what: str = "") -> None:
+    """Raise ValueError unless these are names of fields of Scheme other than `name` and `rule`."""
+    allowed = {field.name for field in dataclasses.fields(Scheme)} - {"name", "rule"}
+    if unknown := sorted(set(given) - allowed):
+        known = ", ".join(sorted(allowed))
+        raise ValueError(f"{what}unknown field: {', '.join(unknown)}; allowed: {known}")
+
+
+def _refuse(key: str, value: Any, allowed: str) -> NoReturn:
+    raise ValueError(f"{key}: got {shorten(value)} ({type(value).__name__}), allowed: {allowed}")
+
+
+def _number(value: Any) -> Any:
+    """Convert a numpy number or a tensor with zero dimensions to a Python number; return others
+    unchanged.
+
+    Such numbers become part of states, and torch.load refuses numpy's types.
+    """
+    if isinstance(value, np.generic | np.ndarray | Tensor) and value.ndim == 0:
+        return value.item()
+    return value
+
+
+def _check_whole(key: str, value: Any, low: int, high: int | None = None) -> int:
+    """Return the number as a Python int. Raises ValueError for a bool, a float, or one out of
+    range."""
+    number = _number(value)
+    if type(number) is not int or number < low or (high is not None and number > high):
+        span = f">= {low}" if high is None else f"from {low} to {high}"
+        _refuse(key, number, f"a whole number {span}")
+    return number
+
+
+def _check_flag(key: str, value: Any, more: str = "") -> bool:
+    """Return the flag as a Python bool. Raises ValueError for anything but True and False."""
+    flag = _number(value)
+    if type(flag) is not bool:
+        _refuse(key, value, f"True or False{more}")
+    return flag
+
+
+def _check_tensor(key: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{key}: got a {type(value).__name__}, allowed: a tensor")
+    return value
+
+
+def _check_momentum(value: Any) -> float:
+    """Return a momentum as a float. Raises ValueError for a bool, for NaN, or for one out of
+    range."""
+    number = _number(value)
+    if type(number) not in (int, float) or not 0 <= number < 1:
+        _refuse("momentum", number, "a number in [0, 1)")
+    return float(number)
+
+
+def _check_bits(key: str, value: Any) -> None:
+    if type(value) is not int or not (1 <= value <= 16 or value == 32):
+        _refuse(key, value, "1 to 16, or 32 for float32")
+
+
+def _listed(key: str, value: Any) -> list[Any]:
+    """Return what an iterable contains. Raises ValueError for anything else, and for a string."""
+    value = _number(value)  # a tensor with zero dimensions counts as iterable
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | dict):
+        _refuse(key, value, "a list")
+    return list(value)
+
+
+def _check_text(key: str, value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        _refuse(key, value, "a string that is not empty")
+
+
+def _check_one_of(key: str, value: Any, known: Iterable[str]) -> None:
+    names = list(known)
+    if not isinstance(value, str) or value not in names:
+        _refuse(key, value, ", ".join(names))
+
+
+def _intervals(value_bits: int) -> int:
+    return 0 if value_bits == 32 else 2 ** (value_bits - 1)
+
+
+# Schemes, suffixes and quantizers of your own ─────────────────────────────────────────────────────
 
 
 def register_suffix(
@@ -543,7 +553,8 @@ def register_suffix(
 
     A suffix with the same form is replaced. If several suffixes match a part of a name, the one
     that was registered first is used. Raises ValueError for a need that is not in this list, for a
-    pattern that is no regular expression, and for anything but a function.
+    pattern that is no regular expression, and for anything but a function. If the function does not
+    return a dictionary, `Scheme.named` raises ValueError when the suffix is used.
     """
     for key, text in (("form", form), ("pattern", pattern), ("says", says)):
         _check_text(f"suffix: {key}", text)
@@ -552,7 +563,8 @@ def register_suffix(
     except re.error as error:
         got = f"got {pattern!r} ({error})"
         raise ValueError(f"suffix {form}: pattern: {got}, allowed: a regular expression") from None
-    for need in _listed("needs", needs):
+    needs, last = tuple(_listed("needs", needs)), _check_flag("last", last)
+    for need in needs:
         _check_one_of("needs", need, _NEEDS)
 
     def register(change: Callable) -> Callable:
@@ -581,7 +593,7 @@ def _partly_fair(fields: dict[str, Any], _: int) -> dict[str, Any]:
     return {"phi_min_global": 1e-3}
 
 
-_MOMENTUM = "beta = 0.9; of a Baseline -Momentum"
+_MOMENTUM = "global momentum with beta = 0.9 (after Baseline, write -Momentum)"
 
 
 @register_suffix("-Global Momentum", "(?:global )?momentum", _MOMENTUM, ("any scheme",))
@@ -664,7 +676,8 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
     not change the values, and on a GPU it should not read any of them on the host.
 
     The suffix applies to what clients send. For what the server sends, set the field
-    `down_quantizer`. Raises ValueError for a letter or a name that is already used.
+    `down_quantizer`. The same letter and name together replace an earlier quantizer. Raises
+    ValueError if only one of the two is already used, and for the name "fractional".
     """
     if not isinstance(letter, str):
         _refuse("letter", letter, "letters that begin no other suffix")
@@ -704,7 +717,7 @@ def kept(phi: float, dimension: int) -> int:
     """
     product = _number(phi) * _number(dimension)
     whole = round(product)
-    # a rounding error of the product must not increase K
+    # rounding errors of phi and of the product (5e-10, or 4e-16 of it) must not increase K
     is_whole = math.isclose(product, whole, rel_tol=4e-16, abs_tol=5e-10)
     return max(1, whole if is_whole else math.ceil(product))
 
@@ -760,27 +773,16 @@ def top_k_positions(
     return torch.from_numpy(near[_largest_by_numpy(abs(values_D[near]), k)])
 
 
-_PIECE = 1 << 17  # this many entries fit the cache of a CPU core
-_LEAST = 2.0**-149  # the least float32 number above 0
+def top_k_mask(vector_D: Tensor, k: int) -> Tensor:
+    """Return S_top(v, K) as a mask, Sec. II-B: (D,) bool with exactly k ones.
 
-
-def _not_below(floor: float, values_D: np.ndarray, excluded_D: np.ndarray | None) -> np.ndarray:
-    """Return positions outside a mask at which the magnitude is >= floor or NaN, ascending.
-
-    Each entry is read once. The vector is processed in pieces, without a copy of any piece.
+    Of equal magnitudes, the entry with the lower index is chosen. Raises what `top_k_positions`
+    raises.
     """
-    found = []
-    below = np.empty(min(len(values_D), _PIECE), dtype=bool)
-    above = np.empty_like(below)
-    for start in range(0, len(values_D), _PIECE):
-        piece = values_D[start : start + _PIECE]
-        is_below = np.less(piece, floor, out=below[: len(piece)])
-        is_below &= np.greater(piece, -floor, out=above[: len(piece)])
-        near = np.logical_not(is_below, out=is_below).nonzero()[0]
-        near += start
-        found.append(near)
-    near = found[0] if len(found) == 1 else np.concatenate(found)
-    return near if excluded_D is None else near[~excluded_D[near]]
+    return positions_to_mask(top_k_positions(vector_D, k), len(vector_D))
+
+
+_LEAST = 2.0**-149  # the least float32 number above 0
 
 
 def estimate_floor(values_D: np.ndarray, k: int, excluded_D: np.ndarray | None = None) -> float:
@@ -805,6 +807,28 @@ def estimate_floor(values_D: np.ndarray, k: int, excluded_D: np.ndarray | None =
     if wanted >= len(sample):
         return _LEAST
     return float(np.partition(sample, len(sample) - wanted)[len(sample) - wanted]) or _LEAST
+
+
+_PIECE = 1 << 17  # this many entries fit the cache of a CPU core
+
+
+def _not_below(floor: float, values_D: np.ndarray, excluded_D: np.ndarray | None) -> np.ndarray:
+    """Return positions outside a mask at which the magnitude is >= floor or NaN, ascending.
+
+    Each entry is read once. The vector is processed in pieces, without a copy of any piece.
+    """
+    found = []
+    below = np.empty(min(len(values_D), _PIECE), dtype=bool)
+    above = np.empty_like(below)
+    for start in range(0, len(values_D), _PIECE):
+        piece = values_D[start : start + _PIECE]
+        is_below = np.less(piece, floor, out=below[: len(piece)])
+        is_below &= np.greater(piece, -floor, out=above[: len(piece)])
+        near = np.logical_not(is_below, out=is_below).nonzero()[0]
+        near += start
+        found.append(near)
+    near = found[0] if len(found) == 1 else np.concatenate(found)
+    return near if excluded_D is None else near[~excluded_D[near]]
 
 
 def is_on_cpu(tensor: Tensor) -> bool:
@@ -889,7 +913,7 @@ def _check_vector(vector_D: Tensor) -> None:
 
 def _check_k(k: int, eligible: int) -> None:
     if type(k) is not int or not 0 <= k <= eligible:
-        allowed = f"0 to {eligible} (a whole number of entries that may be chosen)"
+        allowed = f"a whole number from 0 to {eligible}, the entries that may be chosen"
         raise ValueError(f"k: got {shorten(k)}, allowed: {allowed}")
 
 
@@ -908,21 +932,12 @@ def _as_mask(mask: Tensor, vector_D: Tensor) -> Tensor:
     return mask
 
 
-def top_k_mask(vector_D: Tensor, k: int) -> Tensor:
-    """Return S_top(v, K) as a mask, Sec. II-B: (D,) bool with exactly k ones.
-
-    Of equal magnitudes, the entry with the lower index is chosen. Raises what `top_k_positions`
-    raises.
-    """
-    return positions_to_mask(top_k_positions(vector_D, k), len(vector_D))
-
-
 def random_positions(k: int, dimension: int, *seed: int) -> Tensor:
     """Draw k different positions out of D = `dimension`: int64 (k,), ascending, on the CPU.
 
-    `seed` are one or more whole numbers >= 0. The same numbers always give the same positions, so
-    these need not be sent. Raises ValueError if k is larger than D, and for other numbers that are
-    not allowed.
+    `seed` are whole numbers >= 0. With the same version of numpy, the same numbers
+    always give the same positions, so these need not be sent. Raises ValueError if k is larger than
+    D, and for other numbers that are not allowed.
     """
     dimension = _check_whole("dimension", dimension, 1)
     k = _check_whole("k", k, 0, dimension)
@@ -938,8 +953,9 @@ def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
     such a position leads to an error of CUDA or to a wrong mask.
     """
     dimension = _number(dimension)
-    if _check_tensor("positions", positions_K).dtype != torch.int64:
-        raise ValueError(f"positions: got {positions_K.dtype}, allowed: torch.int64")
+    if _check_tensor("positions", positions_K).dtype != torch.int64 or positions_K.dim() != 1:
+        got = f"{tuple(positions_K.shape)} {positions_K.dtype}"
+        raise ValueError(f"positions: got shape {got}, allowed: one dimension, torch.int64")
     if is_on_cpu(positions_K) and len(positions_K):
         low, high = positions_K.aminmax()
         if low < 0 or high >= dimension:
@@ -977,13 +993,11 @@ def layerwise_top_k_positions(
     Raises ValueError for sizes or a k that do not fit, for a `phi_min` that is not above 0 and at
     most 1, or if an entry that may be chosen is NaN. On a GPU the host waits for these checks.
     """
-    k, layer_sizes = _number(k), [_number(size) for size in layer_sizes]
+    k, layer_sizes = _number(k), _check_layer_sizes(layer_sizes)
     _check_vector(vector_D)
     if sum(layer_sizes) != len(vector_D):
         got = f"layer_sizes: got {sum(layer_sizes)} in all"
         raise ValueError(f"{got}, allowed: {len(vector_D)}")
-    if min(layer_sizes, default=1) < 1:
-        raise ValueError(f"layer_sizes: got {shorten(layer_sizes)}, allowed: at least 1 each")
     phi_min = _number(phi_min)
     if not isinstance(phi_min, Real) or not 0 < float(phi_min) <= 1:
         _refuse("phi_min", phi_min, "a fraction in (0, 1]")
@@ -1011,6 +1025,15 @@ def layerwise_top_k_positions(
     return torch.cat([fair_F, rest_F]).sort().values
 
 
+def _check_layer_sizes(given: Iterable[int]) -> list[int]:
+    """Return the sizes as Python ints. Raises ValueError unless they are one or more, each >= 1."""
+    sizes = [_number(size) for size in _listed("layer_sizes", given)]
+    if not sizes or not all(type(size) is int and size >= 1 for size in sizes):
+        allowed = "one or more whole numbers, each >= 1"
+        raise ValueError(f"layer_sizes: got {shorten(sizes)}, allowed: {allowed}")
+    return sizes
+
+
 def _largest(magnitudes_D: Tensor, k: int) -> Tensor:
     """Return the positions of the k >= 1 largest, ascending, with the faster method on their
     device."""
@@ -1028,35 +1051,6 @@ def _largest(magnitudes_D: Tensor, k: int) -> Tensor:
 #    entries is sent, this takes log2(1/phi) + 2 bits per position.
 
 
-def intra_block_bits(block: int) -> int:
-    """Return how many bits a position takes inside a block of `block` entries:
-    ceil(log2(block))."""
-    return (block - 1).bit_length()
-
-
-def position_bits(count: int, dimension: int, block: int) -> int:
-    """Return the exact length in bits of the code of `count` positions in `dimension` entries."""
-    return count * (1 + intra_block_bits(block)) + -(-dimension // block)
-
-
-@lru_cache(1024)
-def block_for(count: int, dimension: int) -> int:
-    """Return the block size, a power of two, that makes the code of `count` positions out of
-    `dimension` entries shortest. Raises ValueError unless 0 <= count <= dimension."""
-    dimension = _check_whole("dimension", dimension, 1)
-    count = _check_whole("count", count, 0, dimension)
-    powers = [2**i for i in range(dimension.bit_length())]
-    return min(powers, key=lambda block: position_bits(count, dimension, block))
-
-
-def _check_code(dimension: int, block: int) -> tuple[int, int]:
-    dimension, block = _number(dimension), _number(block)
-    if any(type(number) is not int or number < 1 for number in (dimension, block)):
-        got = f"dimension, block: got {dimension}, {block}"
-        raise ValueError(f"{got}, allowed: whole numbers >= 1")
-    return dimension, block
-
-
 def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
     """Encode positions as bits, the inverse of the paper's Algorithm 4: uint8 tensor of 0 and 1.
 
@@ -1068,7 +1062,8 @@ def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
 
     Raises ValueError for positions out of range or out of order.
     """
-    dimension, block = _check_code(dimension, block)
+    dimension = _check_whole("dimension", dimension, 1)
+    block = _check_whole("block", block, 1)
     check_positions(positions_K, dimension)
     width = intra_block_bits(block)
     order = torch.arange(len(positions_K), device=positions_K.device)
@@ -1081,6 +1076,71 @@ def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
     inside = (positions_K % block).unsqueeze(1) >> shifts & 1
     bits[starts_K.unsqueeze(1) + torch.arange(1, width + 1, device=bits.device)] = inside.byte()
     return bits
+
+
+def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
+    """Decode positions from bits, the paper's Algorithm 4: int64 (K,), ascending.
+
+    `bits` must be a uint8 tensor of 0 and 1, exactly one code long, that `encode_positions` has
+    made with the same `dimension` and `block`. Raises ValueError for anything that is not the code
+    of some set of positions.
+    """
+    dimension = _check_whole("dimension", dimension, 1)
+    block = _check_whole("block", block, 1)
+    _check_tensor("bits", bits)
+    if bits.dim() != 1 or bits.dtype != torch.uint8 or (bits > 1).any():
+        got = f"{tuple(bits.shape)} {bits.dtype}"
+        raise ValueError(f"bits: got {got}, allowed: a one-dimensional uint8 tensor of 0 and 1")
+    width = intra_block_bits(block)
+    # Alg. 4 reads bit by bit. Here a loop only looks for the places at which encoded positions
+    # begin, each with a "1". The offsets of all positions are then read together.
+    starts_K = torch.from_numpy(_flag_starts(bits, width)).to(bits.device)
+    count = len(starts_K)
+    length = position_bits(count, dimension, block)
+    if len(bits) != length:
+        raise ValueError(f"bits: got {len(bits)} with {count} positions, allowed: {length}")
+    block_index_K = starts_K - torch.arange(count, device=bits.device) * (1 + width)
+    inside_K = torch.zeros_like(starts_K)
+    for place in range(1, width + 1):  # one bit of all positions at a time takes little memory
+        inside_K = inside_K.mul_(2).add_(bits[starts_K + place])
+    if (inside_K >= block).any():
+        got = f"position {int(inside_K.max())} inside a block"
+        raise ValueError(f"bits: got {got}, allowed: 0 to {block - 1}")
+    positions_K = block_index_K * block + inside_K
+    check_positions(positions_K, dimension)
+    return positions_K
+
+
+def _flag_starts(bits: Tensor, width: int) -> np.ndarray:
+    """Return the index of the "1" with which the code of each position begins."""
+    stream, starts = bits.cpu().numpy().tobytes(), array("q")
+    find, place = stream.find, stream.find(b"\x01")
+    while place >= 0:
+        starts.append(place)
+        place = find(b"\x01", place + 1 + width)
+    if starts and starts[-1] + width >= len(stream):
+        raise ValueError("bits: got a stream that ends inside a position, allowed: whole positions")
+    return np.array(starts, np.int64)
+
+
+def intra_block_bits(block: int) -> int:
+    """Return how many bits a position takes inside a block of `block` entries:
+    ceil(log2(block))."""
+    return (block - 1).bit_length()
+
+
+def position_bits(count: int, dimension: int, block: int) -> int:
+    """Return the exact length in bits of the code of `count` positions in `dimension` entries."""
+    return count * (1 + intra_block_bits(block)) + -(-dimension // block)
+
+
+def block_for(count: int, dimension: int) -> int:
+    """Return the block size, a power of two, that makes the code of `count` positions out of
+    `dimension` entries shortest. Raises ValueError unless 0 <= count <= dimension."""
+    dimension = _check_whole("dimension", dimension, 1)
+    count = _check_whole("count", count, 0, dimension)
+    powers = [2**i for i in range(dimension.bit_length() + 1)]
+    return min(powers, key=lambda block: position_bits(count, dimension, block))
 
 
 def check_positions(positions_K: Tensor, dimension: int, taken_D: Tensor | None = None) -> None:
@@ -1102,50 +1162,6 @@ def check_positions(positions_K: Tensor, dimension: int, taken_D: Tensor | None 
         raise ValueError(f"positions: got {got}, allowed: 0 to {dimension - 1}")
     if taken_D is not None and taken_D.numpy()[numbers].any():
         raise ValueError("own mask: got entries of the shared mask, allowed: only others")
-
-
-def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
-    """Decode positions from bits, the paper's Algorithm 4: int64 (K,), ascending.
-
-    `bits` must be a uint8 tensor of 0 and 1, exactly one code long, that `encode_positions` has
-    made with the same `dimension` and `block`. Raises ValueError for anything that is not the code
-    of some set of positions.
-    """
-    dimension, block = _check_code(dimension, block)
-    _check_tensor("bits", bits)
-    if bits.dim() != 1 or bits.dtype != torch.uint8 or (bits > 1).any():
-        got = f"{tuple(bits.shape)} {bits.dtype}"
-        raise ValueError(f"bits: got {got}, allowed: a one-dimensional uint8 tensor of 0 and 1")
-    width = intra_block_bits(block)
-    # Alg. 4 reads bit by bit. Here a loop only looks for the places at which encoded positions
-    # begin, each with a "1". The offsets of all positions are then read together.
-    starts_K = torch.from_numpy(_flag_starts(bits, width)).to(bits.device)
-    count = len(starts_K)
-    length = position_bits(count, dimension, block)
-    if len(bits) != length:
-        raise ValueError(f"bits: got {len(bits)} with {count} entries, allowed: {length}")
-    block_index_K = starts_K - torch.arange(count, device=bits.device) * (1 + width)
-    inside_K = torch.zeros_like(starts_K)
-    for place in range(1, width + 1):  # one bit of all positions at a time takes little memory
-        inside_K = inside_K.mul_(2).add_(bits[starts_K + place])
-    if (inside_K >= block).any():
-        got = f"position {int(inside_K.max())} inside a block"
-        raise ValueError(f"bits: got {got}, allowed: 0 to {block - 1}")
-    positions_K = block_index_K * block + inside_K
-    check_positions(positions_K, dimension)
-    return positions_K
-
-
-def _flag_starts(bits: Tensor, width: int) -> np.ndarray:
-    """Return where the "1" of each entry is: the next 1 after the previous entry's bits."""
-    stream, starts = bits.cpu().numpy().tobytes(), array("q")
-    find, place = stream.find, stream.find(b"\x01")
-    while place >= 0:
-        starts.append(place)
-        place = find(b"\x01", place + 1 + width)
-    if starts and starts[-1] + width >= len(stream):
-        raise ValueError("bits: got a stream that ends inside an entry, allowed: whole entries")
-    return np.array(starts, np.int64)
 
 
 # ══ 4. Values on the wire: fractional quantization and the scaled sign (Sec. II-F) ════════════════
@@ -1184,8 +1200,8 @@ def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tenso
     q = log2(P) + 1 bits. Zeros get the code of the last interval with a positive sign, and are left
     out of its mean. Empty intervals have mean 0.
 
-    Raises ValueError for another shape, if there is no value, if a value is not finite in float32,
-    or for a number of intervals that is not a whole number >= 1.
+    Raises ValueError unless `values_K` has one dimension and at least one value, all of them finite
+    in float32, and unless the number of intervals is a whole number >= 1.
     """
     intervals = _check_whole("intervals", intervals, 1)
     values_K = _check_tensor("values", values_K).detach()
@@ -1288,15 +1304,11 @@ class ClientError(ValueError):
     if a round of a `Compressor` or a `Federation` failed with this error. Otherwise it is None.
     """
 
-    round: int | None = None  # set by `happened_in`
+    round: int | None = None
 
     def __init__(self, client: int, what: str):
         super().__init__(f"{'server' if client == SERVER else f'client {client}'}: {what}")
         self.client = client
-
-    def happened_in(self, round: int) -> None:
-        """Record in which round the error happened."""
-        self.round = round
 
     def __reduce__(self) -> Any:
         """Support pickling, so that the error can come from another process."""
@@ -1334,7 +1346,7 @@ class Message:
       value is negative.
     - `dense`: True for a message with all values (D,) and no positions.
 
-    Two messages are equal if all their fields are equal.
+    Two messages are equal if all their fields are equal and on the same devices.
     """
 
     values: Tensor
@@ -1362,8 +1374,9 @@ class Message:
         QUANTIZERS, turns them into codes and means. The message's `values` are what the receiver
         will compute from these.
 
-        Raises ValueError if a quantizer other than the paper's returns codes or means that are not
-        allowed (see `register_quantizer`).
+        Raises ValueError for a number of bits that is not allowed or, with fewer than 32 bits, for
+        an unknown quantizer, and if a quantizer other than the paper's returns codes or means that
+        are not allowed (see `register_quantizer`).
         """
         value_bits = _number(value_bits)
         _check_bits("value_bits", value_bits)
@@ -1404,13 +1417,11 @@ class Message:
             return NotImplemented
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return all(
-            one.dtype == two.dtype and torch.equal(one, two)
+            (one.dtype, one.device) == (two.dtype, two.device) and torch.equal(one, two)
             if isinstance(one, Tensor) and isinstance(two, Tensor)
             else type(one) is type(two) and one == two
             for one, two in pairs
         )
-
-    __hash__ = None  # type: ignore[assignment]
 
     def to(self, device: Any) -> Message:
         """Return the message with all its tensors on another device."""
@@ -1443,7 +1454,7 @@ def _check_quantized(name: str, given: Any, count: int, intervals: int) -> None:
         allowed = f"0 to {2 * intervals - 1}"
         raise ValueError(f"quantizer {name}: got codes {low} to {high}, allowed: {allowed}")
     if not (means.isfinite() & (means >= 0)).all():
-        what = f"got means {means.tolist()}, allowed: finite numbers >= 0"
+        what = f"got means {shorten(means.tolist())}, allowed: finite numbers >= 0"
         raise ValueError(f"quantizer {name}: {what}")
 
 
@@ -1473,10 +1484,7 @@ class Wire:
     def __post_init__(self) -> None:
         _check_bits("value_bits", self.value_bits)
         _check_one_of("code", self.code, CODES)
-        sizes = [_number(size) for size in _listed("layer_sizes", self.layer_sizes)]
-        if not sizes or not all(type(size) is int and size >= 1 for size in sizes):
-            got = shorten(self.layer_sizes)
-            raise ValueError(f"layer_sizes: got {got}, allowed: one or more, each >= 1")
+        sizes = _check_layer_sizes(self.layer_sizes)
         order = [tuple(_listed("order", layer)) for layer in _listed("order", self.order)]
         whole = all(type(axis) is int and axis >= 0 for layer in order for axis in layer)
         if not whole or len(order) not in (0, len(sizes)):
@@ -1555,8 +1563,10 @@ def encode_message(message: Message, wire: Wire, mask_tag: int = 0) -> bytes:
     Raises ValueError for a message that could not be decoded to the same message: one with NaN,
     infinity, or a sender, round or position out of range. Also raises it for values of another type
     or of another number of bits than the wire's, and for values that differ from what their codes
-    and means stand for.
+    and means stand for. (It does not know the shared mask, so only `decode_message` refuses own
+    positions inside it.)
     """
+    mask_tag = _check_whole("mask_tag", mask_tag, 0, 2**32 - 1)
     who, when = message.sender, message.round
     whole = type(who) is int and type(when) is int
     if not whole or not 0 <= who <= SERVER or not 0 <= when < 2**32:
@@ -1594,7 +1604,7 @@ def _check_values(message: Message, wire: Wire) -> None:
     if (codes is not None, means is not None) != (bool(intervals), bool(intervals)):
         got = "float32 values" if codes is None else "quantized values"
         bits = 32 if message.dense else wire.value_bits
-        raise ValueError(f"values: got {got}, allowed in this message: {bits} bits a value")
+        raise ValueError(f"values: got {got}, allowed in this message: {bits} bits per value")
     if codes is not None and means is not None:
         on_host = codes.cpu(), means.cpu()  # where the numbers are checked, too
         _check_quantized("of the message", on_host, len(values), wire.intervals)
@@ -1607,7 +1617,7 @@ def decode_message(
     data: bytes, wire: Wire, shared_K: Tensor | None = None, sender: int | None = None,
     round: int | None = None, count: int | None = None, mask_tag: int = 0,
 ) -> Message:  # fmt: skip
-    """Decode a message, on the CPU. The result equals the message that was encoded.
+    """Decode a message, on the CPU. The result equals the message that was encoded, on the CPU.
 
     `shared_K` (int64, ascending) are the positions of the shared mask; None if a dense message is
     expected. If `sender`, `round` and `count` (the number of own positions) are given, the message
@@ -1808,7 +1818,7 @@ def unpack_bits(data: memoryview, count: int) -> np.ndarray:
 #      all:    known.begin()                  the same        the rule gives the shared mask
 #      client: client.send(delta)             message_of      lines 9 to 12: the errors become what
 #                                                             is intended; the message is in flight
-#      client: known.to_bytes(message)        link.to_server  counts the bits of the message
+#      client: known.to_bytes(message)        link.to_server  (this one counts the bits, too)
 #      server: known.from_bytes(data, n)
 #      server: server.add(n, message)         the same        the sum
 #      server: server.finish()                link.to_clients lines 15 and 16: the average, and the
@@ -1819,9 +1829,9 @@ def unpack_bits(data: memoryview, count: int) -> np.ndarray:
 #      client: client.receive(reply)          arrived         line 13: what was sent leaves the
 #                                                             errors; `receive` also calls `observe`
 #
-#    A `Compressor` calls neither `send` nor `receive`, since it checks all clients' differences
-#    first, and since there is one `Known` to be closed. On a GPU it does line 9 for all clients
-#    before line 10, because choosing all their masks together takes less time there.
+#    A `Compressor` does not call `send`, because it has checked the difference itself, nor
+#    `receive`, because there is only one `Known` to be closed. On a GPU it does line 9 for all
+#    clients before line 10, because choosing all their masks together takes less time there.
 
 
 class MaskRule:
@@ -1850,8 +1860,8 @@ class MaskRule:
     `k_local` are the sizes of the shared mask and of an own mask in that round: `mask_factor` times
     the usual sizes. The factor is the one given to `begin` if the scheme's field `warmup_masks` is
     not 1. Otherwise it is always 1. (In a `Federation`, it comes from the `Phase` of the round.)
-    The shared mask of TCS is from the round before, so where masks become larger, it is larger one
-    round later.
+    TCS takes its shared mask from the last update. When masks become larger, its shared mask
+    therefore follows one round later; when they become smaller, it shrinks at once.
     """
 
     keeps: tuple[str, ...] = ()
@@ -1889,9 +1899,8 @@ class MaskRule:
         where there is no model, as in `Compressor.step`. Raises ValueError for a `mask_factor` that
         is not a whole number from 1 to 1000, if it is used.
         """
-        factor = mask_factor if self.scheme.warmup_masks != 1 else 1
-        if factor != self.mask_factor:
-            self.mask_factor = _check_whole("mask_factor", factor, 1, 1000)
+        if self.scheme.warmup_masks != 1:
+            self.mask_factor = _check_whole("mask_factor", mask_factor, 1, 1000)
             self._set_sizes()
 
     def shared_mask(self) -> Tensor | None:
@@ -1973,10 +1982,10 @@ class MaskRule:
         check_same_state("state: rule", dict.fromkeys(state), dict.fromkeys(wanted))
         for key, given in state.items():
             mine, numbers = wanted[key], (Tensor, int, float, type(None))
-            # numpy's numbers are saved as Python's
-            is_number = isinstance(mine, (*numbers, np.generic, np.ndarray))
+            is_number = isinstance(_number(mine), numbers)  # numpy's are saved as Python's
             if not isinstance(given, numbers if is_number else type(mine)):
-                _refuse(f"state: rule: {key}", given, "a tensor, a number or None")
+                allowed = "a tensor, a number or None" if is_number else f"a {type(mine).__name__}"
+                _refuse(f"state: rule: {key}", given, allowed)
             if isinstance(mine, Tensor) and isinstance(given, Tensor):
                 other_type = mine.dtype != given.dtype or mine.dim() != given.dim()
                 is_whole = mine.shape == (self.dimension,) and key not in self.resized
@@ -1996,9 +2005,17 @@ class MaskRule:
 
 
 def kept_by(owner: Any) -> dict[str, Any]:
-    """Return the attributes that an object's class and its base classes name in `keeps`."""
-    named = (vars(base).get("keeps", ()) for base in type(owner).__mro__)
-    return {name: getattr(owner, name) for name in dict.fromkeys(chain.from_iterable(named))}
+    """Return the attributes that an object's class and its base classes name in `keeps`.
+
+    Raises ValueError for a `keeps` that is a string, because a comma is missing.
+    """
+    named = dict[str, Any]()
+    for base in type(owner).__mro__:
+        keeps = vars(base).get("keeps", ())
+        if isinstance(keeps, str):
+            _refuse(f"{base.__name__}: keeps", keeps, f"a tuple, such as ({keeps!r},)")
+        named |= dict.fromkeys(keeps)
+    return {name: getattr(owner, name) for name in named}
 
 
 class Dense(MaskRule):
@@ -2038,7 +2055,7 @@ class RandK(MaskRule):
     def shared_mask(self) -> Tensor:
         """Return the positions that are drawn for this round."""
         drawn_K = random_positions(self.k_global, self.dimension, self.seed, self.round)
-        return drawn_K.to(self.device)
+        return drawn_K.to(self.device, non_blocking=True)
 
 
 @register_scheme("TCS")
@@ -2097,17 +2114,12 @@ class TCS(MaskRule):
         """Raise ValueError for a state that this rule cannot load."""
         super().check_state(state)
         positions_K, magnitudes_K = state["positions"], state["magnitudes_K"]
-        if positions_K is None:
-            check_same_state("state: rule: magnitudes_K", magnitudes_K, None)
-            return
-        like = torch.empty(self.k_global, dtype=torch.int64, device="cpu")
-        if not isinstance(positions_K, Tensor) or positions_K.dtype != torch.int64:
-            check_same_state("state: rule: positions", positions_K, like)
-        if is_on_cpu(positions_K):
+        like = None
+        if positions_K is not None:
             check_positions(positions_K, self.dimension)
-        if magnitudes_K is not None:
-            like = torch.empty(len(positions_K), dtype=torch.float32, device="cpu")
-            check_same_state("state: rule: magnitudes_K", magnitudes_K, like)
+            if magnitudes_K is not None:
+                like = torch.empty(len(positions_K), dtype=torch.float32, device="cpu")
+        check_same_state("state: rule: magnitudes_K", magnitudes_K, like)
 
 
 def rule_of(scheme: Scheme) -> type[MaskRule]:
@@ -2185,7 +2197,8 @@ class Known:
         self.wire_down = Wire.down(self.scheme, self.layer_sizes, self.wire_up.order)
         self.round = 0  # the number of the open round, or of the next one if none is open
         self.status = CLOSED  # of the round: CLOSED, OPEN or AVERAGED
-        self.senders: set[int] = set()  # clients that have sent through this object in this round
+        # Clients that have sent through this object in this round; SERVER, if its downlink has.
+        self.senders: set[int] = set()
         self.opening = 0  # how often `begin` was called; a `Server` recognizes a new round by it
         # Pairs of a sender and a bool () tensor, which says whether its values were finite.
         # `require_finite` adds them, on a GPU.
@@ -2237,8 +2250,9 @@ class Known:
     def observe(self, update_D: Tensor) -> None:
         """Close the round with its update (D,), from which the rule chooses the next round's mask.
 
-        This must be called after a dense round, too. Raises ValueError for another shape, or if no
-        round is open.
+        This must be called after a dense round, too. Raises ValueError for another shape, if no
+        round is open, or if the rule changes the update in place. On a GPU, raises NotFiniteError
+        if it turns out only now that values which were sent are not finite.
         """
         if self.status == CLOSED:
             raise ValueError(f"observe: round {self.round} is not open, allowed: after begin")
@@ -2246,6 +2260,7 @@ class Known:
             got = tuple(update_D.shape)
             raise ValueError(f"update_D: got shape {got}, allowed: ({self.dimension},)")
         given_D = update_D.detach()
+        self.check_flags()  # there are none unless a round is closed without `Server.finish`
         before = _version(given_D)
         self.rule.observe(given_D)  # line 5 of the next round
         if _version(given_D) != before:
@@ -2297,12 +2312,18 @@ class Known:
         return mask
 
     def check_vector(self, key: str, vector_D: Any) -> Tensor:
-        """Return a vector, detached from autograd. Raises ValueError unless it is (D,) float32."""
+        """Return a vector, detached from autograd.
+
+        Raises ValueError unless it is (D,) float32 and on the device of this object.
+        """
         shape = tuple(_check_tensor(key, vector_D).shape)
         if shape != (self.dimension,):
             raise ValueError(f"{key}: got shape {shape}, allowed: ({self.dimension},)")
         if vector_D.dtype != torch.float32:
             raise ValueError(f"{key}: got {vector_D.dtype}, allowed: torch.float32")
+        if vector_D.device != self.shared_D.device:
+            got = f"got one on {vector_D.device}"
+            raise ValueError(f"{key}: {got}, allowed: one on {self.shared_D.device}")
         return vector_D.detach()
 
     def require_finite(self, values: Tensor, sender: int) -> Tensor:
@@ -2327,16 +2348,17 @@ class Known:
         """Raise NotFiniteError for the first sender whose stored flag says that its values were not
         finite, and ValueError if a rule has chosen own positions inside the shared mask.
 
-        `to_bytes`, `Server.finish`, `Client.receive` and `Link.to_clients` call this. On a CPU
-        `require_finite` has raised the error already, and flags are not read.
+        `to_bytes`, `observe`, `Server.finish`, `Server.reply` with a compressed downlink,
+        `Client.receive` and `Link.to_clients` call this. On a CPU `require_finite` has raised the
+        error already, and flags are not read.
 
         Returns how many entries of the mask `counted_D` (D,) are set, or 0 without a mask.
         `Link.to_clients` needs this number for the length of the server's message.
         """
         # On a GPU this is the round's only wait for values, which is why the flags and the count
         # are read together. An ordinary round does not wait anywhere else. Layer-wise fairness,
-        # masks that a rule returns as bool tensors, `Server.reply` and `to_bytes` each wait once
-        # more.
+        # masks that a rule returns as bool tensors, codes other than "block", `Server.reply`, a
+        # compressed downlink and `to_bytes` wait once more or a few times.
         if self.on_cpu:
             return 0 if counted_D is None else int(np.count_nonzero(counted_D.numpy()))
         asked = [is_finite.long() for _, is_finite in self.flags]
@@ -2567,8 +2589,7 @@ class Client:
             if not known.scheme.keeps_errors:
                 what = f"got some, but {known.scheme.name} keeps no errors"
                 raise ValueError(f"errors_D: {what}, allowed: None")
-            like = torch.empty(1, dtype=torch.float32, device="cpu").expand(known.dimension)
-            check_same_state("errors_D", errors_D, like)
+            known.check_vector("errors_D", errors_D)
         elif known.scheme.keeps_errors:
             errors_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
         self.errors_D = errors_D
@@ -2783,6 +2804,11 @@ class Client:
         """Return the tensors that `keeps` names, without those that are None."""
         return {name: tensor for name, tensor in kept_by(self).items() if tensor is not None}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes for pickling, with a copy of the errors. (They may be a row of the
+        errors of all clients, and pickling a row would store the memory of all.)"""
+        return vars(self) | {"errors_D": None if self.errors_D is None else self.errors_D.clone()}
+
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the tensors that `keeps` names (here, of the errors) and of the message
         in flight, if there is one."""
@@ -2876,14 +2902,10 @@ class Downlink(Client):
             message = self.message_from(self.intended(update_D), own_K)
             self.arrived()
             known.check_flags()  # on a GPU, whether the errors overflowed
-        except NotFiniteError:
-            # A `Compressor` restores the old errors, which would overflow again in the next round,
-            # so they are reset, too.
-            self.forget_overflow()
-            cast(Tensor, before_D).zero_()
-            raise
-        except BaseException:
+        except BaseException as error:
             self.errors_D, self.in_flight = before_D, None
+            if isinstance(error, NotFiniteError) and error.client == SERVER:
+                cast(Tensor, before_D).zero_()  # otherwise they might overflow in every round
             raise
         return message
 
@@ -3059,7 +3081,7 @@ class Server:
         """Raise ValueError for a state that does not fit this server's downlink, or one in which
         something is missing. `load_state_dict` calls this first."""
         check_state_version("state of Server", state)
-        wanted = dict.fromkeys(self.state_dict())
+        wanted = dict.fromkeys(("version", "downlink"))
         check_same_state("state of Server", dict.fromkeys(state), wanted)
         if (state["downlink"] is None) != (self.downlink is None):
             got, allowed = ("no", "some") if state["downlink"] is None else ("some", "no")
@@ -3077,6 +3099,34 @@ class Server:
         if self.downlink is not None:
             self.downlink.load_state_dict(state["downlink"])
         self.drop()
+
+
+def _check_known(value: Any) -> Known:
+    if not isinstance(value, Known):
+        _refuse("known", value, "a Known, such as Known(scheme, layer_sizes)")
+    return value
+
+
+def _check_type(known: Known, made: type, plain: type, key: str) -> None:
+    """Raise ValueError for a plain client or server of a scheme that has its own class for it."""
+    wanted = getattr(known.rule, key)
+    if made is plain and wanted is not None and not issubclass(plain, wanted):
+        got = f"got a {plain.__name__}, allowed: a {wanted.__name__}"
+        raise ValueError(f"{known.scheme.name}: {got} (make it by known.rule.{key}(known, ...))")
+
+
+def _check_weights(
+    weights: Iterable[float] | None, clients: int | None = None
+) -> list[float] | None:
+    if weights is None:
+        return None
+    numbers = [_number(weight) for weight in _listed("weights", weights)]
+    clients = max(len(numbers), 1) if clients is None else clients
+    real = all(isinstance(weight, Real) and type(weight) is not bool for weight in numbers)
+    if len(numbers) != clients or not real or not all(1e-18 <= n <= 1e18 for n in numbers):
+        allowed = f"{clients} positive numbers, 1e-18 to 1e18 (leave out clients without samples)"
+        raise ValueError(f"weights: got {numbers}, allowed: {allowed}")
+    return [float(weight) for weight in numbers]
 
 
 # How messages travel ──────────────────────────────────────────────────────────────────────────────
@@ -3100,8 +3150,7 @@ class Link:
     n's message as it arrives and its length in bits. To leave out a message, for whatever reason,
     return (None, 0). `to_clients(server)` calls `server.finish()`, and returns a pair, the update
     (D,) that the clients receive and the length of the server's message in bits. Both lengths are
-    those of `message_bits`, without header and checksum. (Without a `channel`, this class does not
-    make a reply whose length it can calculate, so it does not call `Server.reply` then.)
+    those of `message_bits`, without header and checksum.
     """
 
     channel: Callable[[int, bytes], bytes] | None = None
@@ -3136,8 +3185,9 @@ class Link:
         in bits, without header and checksum. Raises what `Server.finish` raises, and MessageError
         for a message that cannot be decoded."""
         known = server.known
-        plain = server.downlink is None and type(server).finish is Server.finish
-        if self.channel is None and plain and known.scheme.code == "block":
+        own_way = type(server).finish is not Server.finish or type(server).reply is not Server.reply
+        plain = server.downlink is None and not own_way and known.scheme.code == "block"
+        if self.channel is None and plain:
             # `Server.finish` without the reply, whose length follows from the number of its values
             update_D = server.average()
             explored = known.check_flags(None if known.dense else server.explored_D)
@@ -3192,17 +3242,6 @@ class Traffic(NamedTuple):
     heard: tuple[int, ...] = ()
     refused: tuple[int, ...] = ()
 
-    @staticmethod
-    def of_round(
-        lengths_up: list[int], bits_down: int, heard: tuple[int, ...], refused: Iterable[int]
-    ) -> Traffic:
-        """Return the traffic of a round, given the lengths of the messages in `heard` and of the
-        server's message, in bits and without header and checksum."""
-        average_up = -(-sum(lengths_up) // len(heard))
-        bytes_up = sum(map(bytes_of, lengths_up))
-        sizes = average_up, bits_down, bytes_up, bytes_of(bits_down)
-        return Traffic(*sizes, heard, tuple(refused))
-
 
 class Compressor:
     """N clients and a server that share one `Known`: the compression of the paper's Algorithm 2 in
@@ -3215,10 +3254,10 @@ class Compressor:
 
     - `errors_ND` (N, D) float32: what the server has not received yet, in the unit of the vectors
       that `step` is given. Its shape is (0, D) if the scheme keeps no errors.
-    - `traffic`: the `Traffic` of the last round that succeeded; all 0 before the first. `bits_up`,
-      `bits_down`, `bytes_up` and `bytes_down` are its fields of the same names. (`bits_up` is that
-      of one client, and `bytes_up` that of all clients together. `bytes_down` is one message,
-      which every client receives.)
+    - `traffic`: the `Traffic` of the last round of this object that succeeded; all 0 before the
+      first. `bits_up`, `bits_down`, `bytes_up` and `bytes_down` are its fields of the same names.
+      (`bits_up` is that of one client, and `bytes_up` that of all clients together. `bytes_down`
+      is one message, which every client receives.)
     - `known`, `server` and `clients`: the `Known`, the `Server`, and a dictionary from the clients'
       numbers to the `Client` objects. `rule` is the `MaskRule`.
 
@@ -3275,7 +3314,7 @@ class Compressor:
         Then the errors contain the differences already, as `round` describes, so do not give the
         same differences again.
         """
-        self._check_usable(begins=True)
+        self.check_usable(begins=True)
         dense = _check_flag("dense", dense, "; for those who take part, clients=[...]")
         expected = (len(self.clients), self.known.dimension)
         if tuple(_check_tensor("deltas_ND", deltas_ND).shape) != expected:
@@ -3304,7 +3343,7 @@ class Compressor:
         at its very end, while errors are updated, `step`, `round`, `scale_errors_` and `state_dict`
         raise ValueError until a state is loaded.
         """
-        self._check_usable(begins=True)
+        self.check_usable(begins=True)
         dense = _check_flag("dense", dense)
         checked = lambda n: self.clients[n].check_difference(difference(n))  # noqa: E731
         return self._round(checked, self.check_clients(chosen), dense, theta_D, mask_factor)
@@ -3315,7 +3354,7 @@ class Compressor:
     ) -> Tensor:  # fmt: skip
         """Do lines 9 to 13, 15, 16 and the next line 5; `checked(n)` is n's checked difference."""
         known, server, t = self.known, self.server, self.known.round
-        lengths_up, refused = list[int](), list[int]()  # of accepted messages, in bits; clients
+        lengths = dict[int, int]()  # of the messages that reach the server, in bits, by client
         heard = tuple[int, ...]()  # clients whose messages are averaged
         asked: int | None = None  # the client whose message is being made
         message: Message | None
@@ -3329,7 +3368,10 @@ class Compressor:
             if self._chooses_together():
                 for asked in chosen:
                     self.clients[asked].intended(checked(asked))  # line 9
-                own = self._own_positions(chosen)  # line 10
+                asked, intended = None, [cast(Tensor, self.clients[n].errors_D) for n in chosen]
+                k = cast(int, known.own_count)
+                own_NK = top_k_of_each(intended, k, known.shared_K)  # line 10
+                own = dict(zip(chosen, own_NK, strict=True))
             for asked in chosen:
                 client = self.clients[asked]
                 if own:
@@ -3337,14 +3379,13 @@ class Compressor:
                 else:
                     message = client.message_of(checked(asked))
                 message, length = self._sent_up(asked, message)
-                if message is None:
-                    refused.append(asked)
-                    continue
-                server.add(asked, message)
-                lengths_up.append(length)
+                if message is not None:
+                    server.add(asked, message)
+                    lengths[asked] = length
                 del message  # a dense message is as large as the model
             asked, heard = None, tuple(server.heard)
             update_D, bits_down = self._sent_down()  # lines 15 and 16
+            traffic = self._traffic([lengths[n] for n in heard], bits_down, heard, chosen)
             known.observe(update_D)  # line 5 of the next round
             is_closing = True
             for n in heard:
@@ -3355,7 +3396,7 @@ class Compressor:
                 raise
             self._put_back(before, t, asked, heard, error)
             raise
-        self.traffic = Traffic.of_round(lengths_up, bits_down, heard, refused)
+        self.traffic = traffic
         self._is_whole = True
         return update_D
 
@@ -3363,26 +3404,40 @@ class Compressor:
         """Let the link carry client n's message. Raises ValueError for a result that
         `Link.to_server` does not allow."""
         found = self.link.to_server(self.known, n, message)
-        pair = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-        if not isinstance(pair[0], Message | None) or not _is_length(pair[1]):
-            allowed = "a pair of a message, or None, and its length in bits"
-            _refuse(f"{type(self.link).__name__}.to_server", found, allowed)
-        return cast(tuple[Message | None, int], pair)
+        allowed = "a pair of a message, or None, and its length in bits"
+        return self._carried("to_server", found, Message | None, allowed)
 
     def _sent_down(self) -> tuple[Tensor, int]:
         """Let the link carry the server's message. Raises ValueError for a result that
-        `Link.to_clients` does not allow, and, on a CPU, NotFiniteError for an update that is not
+        `Link.to_clients` does not allow, and, on a CPU, MessageError for an update that is not
         finite."""
         link, found = self.link, self.link.to_clients(self.server)
-        pair = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-        if not isinstance(pair[0], Tensor) or not _is_length(pair[1]):
-            allowed = "a pair of the update (D,) and the length in bits of the server's message"
-            _refuse(f"{type(link).__name__}.to_clients", found, allowed)
-        update_D = self.known.check_vector("update_D", pair[0])
-        # Link's own method has made sure of that.
-        if self.known.on_cpu and type(link).to_clients is not Link.to_clients:
-            update_D = self.known.require_finite(update_D, SERVER)
-        return update_D, pair[1]
+        allowed = "a pair of the update (D,) and the length in bits of the server's message"
+        update_D, bits = self._carried("to_clients", found, Tensor, allowed)
+        update_D = self.known.check_vector("update_D", update_D)
+        # Link's own method makes sure that all values are finite.
+        is_checked = type(link).to_clients is Link.to_clients or not self.known.on_cpu
+        if not is_checked and not _all_finite(update_D):
+            raise MessageError(SERVER, "update_D: got NaN or infinity, allowed: finite values")
+        return update_D, bits
+
+    def _carried(self, call: str, found: Any, kind: Any, allowed: str) -> Any:
+        """Return what a method of the link has returned. Raises ValueError unless it is a pair of
+        an object of this kind and a length in bits."""
+        is_pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], kind)
+        if not is_pair or type(found[1]) is not int or found[1] < 0:
+            _refuse(f"{type(self.link).__name__}.{call}", found, allowed)
+        return found
+
+    def _traffic(
+        self, lengths_up: list[int], bits_down: int, heard: tuple[int, ...], chosen: list[int]
+    ) -> Traffic:
+        """Return the traffic of a round, from the lengths in bits of the messages of the clients in
+        `heard` and of the server's message. `chosen` took part."""
+        average_up = -(-sum(lengths_up) // max(len(heard), 1))
+        bytes_up = sum(map(bytes_of, lengths_up))
+        refused = tuple(n for n in chosen if n not in heard)
+        return Traffic(average_up, bits_down, bytes_up, bytes_of(bits_down), heard, refused)
 
     def _chooses_together(self) -> bool:
         """Return whether the clients' own masks are chosen in one batch of calls.
@@ -3397,13 +3452,6 @@ class Compressor:
         return (
             not known.on_cpu and is_plain and sends_own and not is_fair and len(self.errors_ND) > 0
         )
-
-    def _own_positions(self, chosen: list[int]) -> dict[int, Tensor]:
-        """Return each of these clients' own positions int64 (K_own,), after line 9."""
-        known = self.known
-        intended = [cast(Tensor, self.clients[n].errors_D) for n in chosen]
-        own_NK = top_k_of_each(intended, cast(int, known.own_count), known.shared_K)
-        return dict(zip(chosen, own_NK, strict=True))
 
     def _put_back(
         self, before: list[tuple[Any, dict[str, Any]]], t: int, asked: int | None,
@@ -3428,7 +3476,7 @@ class Compressor:
             part.__dict__ = attributes
         self.known.lose(t)
         if isinstance(error, ClientError):
-            error.happened_in(t)
+            error.round = t
         if isinstance(error, NotFiniteError):
             sender = (self.clients | {SERVER: self.server.downlink}).get(error.client)
             if sender is not None:
@@ -3437,7 +3485,7 @@ class Compressor:
                 self.clients[n].forget()
         self._is_whole = True
 
-    def _check_usable(self, begins: bool = False) -> None:
+    def check_usable(self, begins: bool = False) -> None:
         """Raise ValueError inside a round, or after one whose end was interrupted.
 
         With `begins`, because a new round is to begin, also raise it if a round is open in `known`.
@@ -3497,7 +3545,7 @@ class Compressor:
         rate changes, because the same gradient then stands for another model difference. Raises
         ValueError for a factor that is not finite.
         """
-        self._check_usable()
+        self.check_usable()
         factor = _check_factor(factor)
         if factor == 1:
             return
@@ -3510,7 +3558,7 @@ class Compressor:
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of everything that a resumed run needs, the clients' and the server's
         errors included."""
-        self._check_usable()
+        self.check_usable()
         clients = [client.state_dict() for client in self.clients.values()]
         parts = {"known": self.known.state_dict(), "clients": clients}
         return {"version": STATE_VERSION} | parts | {"server": self.server.state_dict()}
@@ -3544,14 +3592,10 @@ class Compressor:
         self._is_whole = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the object after pickling or a deep copy, where each tensor received separate
-        memory."""
+        """Restore the object after pickling or a deep copy. The clients' errors, which have memory
+        of their own there, become rows of `errors_ND` again."""
         self.__dict__ |= state
         self._use_errors(self.errors_ND)
-
-
-def _is_length(bits: Any) -> bool:
-    return type(bits) is int and bits >= 0
 
 
 _WAY_ON = "allowed: load_state_dict of a saved state, or a new Compressor"
@@ -3562,34 +3606,6 @@ def _check_factor(value: Any) -> float:
     if not isinstance(factor, Real) or not math.isfinite(factor):
         _refuse("factor", factor, "a finite number")
     return cast(float, factor)
-
-
-def _check_known(value: Any) -> Known:
-    if not isinstance(value, Known):
-        _refuse("known", value, "a Known, such as Known(scheme, layer_sizes)")
-    return value
-
-
-def _check_type(known: Known, made: type, plain: type, key: str) -> None:
-    """Raise ValueError for a plain client or server of a scheme that has its own class for it."""
-    wanted = getattr(known.rule, key)
-    if made is plain and wanted is not None and not issubclass(plain, wanted):
-        got = f"got a {plain.__name__}, allowed: a {wanted.__name__}"
-        raise ValueError(f"{known.scheme.name}: {got} (make it by known.rule.{key}(known, ...))")
-
-
-def _check_weights(
-    weights: Iterable[float] | None, clients: int | None = None
-) -> list[float] | None:
-    if weights is None:
-        return None
-    numbers = [_number(weight) for weight in _listed("weights", weights)]
-    clients = max(len(numbers), 1) if clients is None else clients
-    real = all(isinstance(weight, Real) and type(weight) is not bool for weight in numbers)
-    if len(numbers) != clients or not real or not all(1e-18 <= n <= 1e18 for n in numbers):
-        allowed = f"{clients} positive numbers, 1e-18 to 1e18 (leave out clients without samples)"
-        raise ValueError(f"weights: got {numbers}, allowed: {allowed}")
-    return [float(weight) for weight in numbers]
 
 
 # ══ 7. The federation: local training, FedAvg, global momentum (Alg. 1, 3) ════════════════════════
@@ -3627,7 +3643,8 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     pair = isinstance(batch, tuple | list) and len(batch) == 2
     if not pair or not isinstance(batch[1], Tensor):
         got = f"{len(batch)} parts" if isinstance(batch, tuple | list) else type(batch).__name__
-        raise ValueError(f"batch: got {got}, allowed: a pair of inputs and labels, both tensors")
+        got = f"labels of type {type(batch[1]).__name__}" if pair else got
+        raise ValueError(f"batch: got {got}, allowed: a pair of inputs and a tensor of labels")
     inputs, labels = batch
     if not labels.dim() or not labels.numel():
         got = f"labels of shape {tuple(labels.shape)}"
@@ -3669,11 +3686,12 @@ class Federation:
       also of parameters that the loss does not use. It cannot be combined with `local_optimizer`,
       which does its own weight decay.
     - `local_optimizer`: a function from parameters to an optimizer, for local steps other than
-      plain SGD. It is called once for each client. With a schedule, the schedule sets the
-      optimizer's learning rate. Then give the optimizer no rate, or the one with which the schedule
-      begins. (Another one is refused, unless it is the default of the optimizer's class, which
-      cannot be told from none.) To clip gradients, let this function call the optimizer's
-      `register_step_pre_hook`.
+      plain SGD. It is called for each client in its first round, and again if the client's
+      optimizer has to be made anew (in a copy, for a loaded state, or after a difference that was
+      not finite). With a schedule, the schedule sets the optimizer's learning rate. Then give the
+      optimizer no rate, or the one with which the schedule begins. (Another one is refused, unless
+      it is the default of the optimizer's class, which cannot be told from none.) To clip
+      gradients, let this function call the optimizer's `register_step_pre_hook`.
     - `server_optimizer`: a function from parameters to an optimizer, for the server's step. The
       optimizer sees minus the average update as the gradient.
     - `weights`: the clients' weights in the average (see `Server`), also in the average of running
@@ -3766,8 +3784,12 @@ class Federation:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the object after pickling or a deep copy. The optimizer is made anew, because a
-        copy of it would be without its hooks."""
+        copy of it would be without its hooks. A copy that was made inside `evaluated` is outside of
+        it, with the module's own statistics."""
         self.__dict__ |= state
+        if self._hidden_S is not None:
+            self.flat.put_statistics(self._hidden_S)
+            self._hidden_S = None
         if self.server_optimizer is not None:
             copied = self._make_server_optimizer([self.server_theta])
             copied.load_state_dict(self.server_optimizer.state_dict())
@@ -3785,21 +3807,23 @@ class Federation:
         those whose numbers are given.
 
         The update is in units of model differences or, with global momentum, of gradients. Raises
-        ValueError, before the round begins, for clients, a learning rate or a changed module that
-        cannot be used. After that, a round can fail, for instance if a gradient is NaN
+        ValueError, before the round begins, for clients, a `Phase` or a changed module that cannot
+        be used. After that, a round can fail, for instance if a gradient is NaN
         (NotFiniteError), a feed ends (ValueError) or the user presses Ctrl-C. The exception is
         passed on, with a note that names the round and the client. No client's message counts:
         theta, momentum, running statistics and masks stay the same. Errors keep the differences of
         the clients that had sent, so the next update can be about twice as large. `t`, the feed and
-        local optimizers have advanced; that of a client whose difference was not finite is new.
+        the local optimizers have advanced. The optimizer of a client whose difference was not
+        finite is discarded; a new one is made when this client trains next.
 
         If an exception comes at the end of the round, while theta is updated, `round`, `evaluated`,
         `averaged_state_dict` and `state_dict` raise ValueError until a state is loaded. During a
         round, for instance in `on_delta`, these and `load_state_dict` raise it, too.
         """
         chosen = self.compressor.check_clients(clients)
-        self._check_usable("round")
+        self.check_usable("round")
         self._check_not_shown("round")
+        self.compressor.check_usable(begins=True)
         self.trainer.read_module()
         phase, t = self.schedule(self.t), self.t
         if self.scheme.error_unit == "gradient" and phase.eta and self.momentum_D is None:
@@ -3832,8 +3856,8 @@ class Federation:
         return update_D
 
     def schedule(self, t: int) -> Phase:
-        """Return the `Phase` of round t. Raises ValueError for a rate or a flag that `Phase` does
-        not allow."""
+        """Return the `Phase` of round t. Raises ValueError for a field that `Phase` does not
+        allow."""
         if self._schedule is None:
             return Phase(math.nan)  # the local optimizer keeps its own rate
         found = self._schedule(t) if callable(self._schedule) else self._schedule
@@ -3844,8 +3868,10 @@ class Federation:
             if hasattr(phase.eta, "get_last_lr"):  # torch's scheduler, which steps an optimizer
                 allowed += ": give a function of the round, as lambda t: 0.1 * 0.5 ** (t // 50)"
             _refuse(f"schedule: round {t}", phase.eta, allowed)
-        dense = _check_flag(f"schedule: round {t}: dense", phase.dense)
-        return Phase(cast(float, eta), dense, phase.mask_factor)
+        dense, factor = _check_flag(f"schedule: round {t}: dense", phase.dense), phase.mask_factor
+        if self.scheme.warmup_masks != 1:  # otherwise it is ignored
+            factor = _check_whole(f"schedule: round {t}: mask_factor", factor, 1, 1000)
+        return Phase(cast(float, eta), dense, factor)
 
     def exchange(
         self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False,
@@ -3890,7 +3916,7 @@ class Federation:
             got = f"got called during round {self.t - 1}"
             raise ValueError(f"{what}: {got}, allowed: between two rounds")
 
-    def _check_usable(self, what: str) -> None:
+    def check_usable(self, what: str) -> None:
         """Raise ValueError during a round, and after an interrupted one."""
         self._check_between_rounds(what)
         if not self.is_whole:
@@ -3917,7 +3943,7 @@ class Federation:
         others, give them as `statistics_S` (S,), such as a row of `statistics_NS`. Afterwards modes
         and statistics are restored. Inside, `round` and `load_state_dict` raise ValueError.
         """
-        self._check_usable("evaluated")
+        self.check_usable("evaluated")
         modules = list(self.model.modules())
         modes = [m.training for m in modules]
         buffers, before_S = self.flat.statistics_buffers(), self._hidden_S
@@ -3926,10 +3952,10 @@ class Federation:
         if statistics_S is not None:
             check_same_state("statistics_S", statistics_S, own_S)
         shown_S = (own_S if statistics_S is None else statistics_S).clone()
-        self.flat.lend(list(shown_S.split(self.flat.norm_sizes)))
-        self._hidden_S = own_S
-        self.model.eval()
         try:
+            self._hidden_S = own_S
+            self.flat.lend(list(shown_S.split(self.flat.norm_sizes)))
+            self.model.eval()
             yield self.model
         finally:
             self.flat.lend(buffers)
@@ -3939,7 +3965,7 @@ class Federation:
     def averaged_state_dict(self) -> dict[str, Any]:
         """Return a copy of the module's state, in which normalization layers have averaged running
         statistics. Save it for later use of the model."""
-        self._check_usable("averaged_state_dict")
+        self.check_usable("averaged_state_dict")
         buffers = self.flat.statistics_buffers()
         if self._hidden_S is not None:
             self.flat.lend(list(self._hidden_S.split(self.flat.norm_sizes)))
@@ -3958,13 +3984,13 @@ class Federation:
         module since the last round. It does not include buffers that are not persistent, nor the
         module's `get_extra_state`.
         """
-        self._check_usable("state_dict")
-        # inside `evaluated`, the module may have others than its own statistics
+        self.check_usable("state_dict")
+        # Inside `evaluated`, the norms may use other statistics than the module's own.
         self.trainer.read_module(self._hidden_S)
         server = self.server_optimizer
         with self.trainer.in_training_modes():
             tensors = _by_value(self._tensors())
-        state = tensors | {
+        others = {
             "version": STATE_VERSION,
             "scheme": scheme_state(self.scheme),
             "t": int(self.t),
@@ -3974,7 +4000,7 @@ class Federation:
             "optimizers": {n: _optimizer_state(o) for n, o in self.trainer.optimizers.items()},
             "server_optimizer": None if server is None else _optimizer_state(server),
         }
-        return _by_value(state) | {"compressor": self.compressor.state_dict()}
+        return tensors | _by_value(others) | {"compressor": self.compressor.state_dict()}
 
     def _layers(self) -> dict[str, list[int]]:
         """Return the shapes of the parameters that are trained, by name and in their order."""
@@ -4034,7 +4060,7 @@ class Federation:
                 buffer.copy_(state["buffers"][name])
         if self.momentum_D is not None:
             self.momentum_D.copy_(state["momentum_D"])
-        self.t, self.active = state["t"], list(state["active"])
+        self.t, self.active = int(state["t"]), list(state["active"])
         self.is_whole = True
 
     def _check_state(self, state: dict[str, Any]) -> dict[int, torch.optim.Optimizer]:
@@ -4134,7 +4160,8 @@ class LocalTrainer:
         self.gradient_views = self.flat.views(self.gradient_D)
         self.local_views = self.flat.views(self.local_D) if len(self.local_D) else []
         rows = [row.split(self.flat.norm_sizes) for row in self.statistics_NS]
-        # `data` counts its changes apart: a norm's change must not spoil another's backward pass
+        # `data` gives each view a version counter of its own. Otherwise autograd would refuse a
+        # backward pass because another norm's statistics have changed.
         self.statistics_views = [[part.data for part in row] for row in rows]
 
     def begin(self, chosen: list[int], t: int | Tensor, eta: float | Tensor) -> None:
@@ -4304,16 +4331,17 @@ class LocalTrainer:
         """Put all modules into the modes that they have in training, and restore their modes
         afterwards.
 
-        Parameters are read and written only there, because a module may have others in eval mode,
-        such as weights into which adapters are merged.
+        Parameters are read and written only there, because in eval mode a module may hold other
+        values in them, such as weights with adapters merged in.
         """
         modules = list(self.model.modules())
         modes = [m.training for m in modules]
+        # A module that is in training mode shows the modes that its owner wants in training.
         if self.model.training or len(self._modes) != len(modes):
             self._modes = _training_modes(self.model)
-        if modes != self._modes:
-            _set_modes(modules, self._modes)
         try:
+            if modes != self._modes:
+                _set_modes(modules, self._modes)
             yield
         finally:
             _set_modes(modules, modes)
@@ -4348,9 +4376,8 @@ class LocalTrainer:
             finally:
                 self.is_lent = False
                 self.flat.lend(buffers)
-                if buffers:
-                    torch._foreach_copy_(buffers, list(self.left_S.split(self.flat.norm_sizes)))
-                    self.left_S = self.flat.statistics()
+                self.flat.put_statistics(self.left_S)
+                self.left_S = self.flat.statistics()
                 for p, gradient in zip(self.flat.parameters, gradients, strict=True):
                     p.grad = gradient
 
@@ -4365,14 +4392,12 @@ class LocalTrainer:
             return (weights_N / weights_N.sum()) @ rows_NS
 
     def load(self, theta_D: Tensor, statistics_NS: Tensor, left_S: Tensor) -> None:
-        """Load theta and statistics from a saved state, also into the module."""
+        """Load theta and statistics from a saved state, also into the module, which is in its
+        training modes."""
         self.theta_D.copy_(theta_D)
-        with self.in_training_modes():
-            self.put_theta()
+        self.put_theta()
         self.statistics_NS.copy_(statistics_NS)
-        if buffers := self.flat.statistics_buffers():
-            parts = left_S.to(self.flat.device).split(self.flat.norm_sizes)
-            torch._foreach_copy_(buffers, list(parts))
+        self.flat.put_statistics(left_S)
         self.left_S = self.flat.statistics()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -4383,6 +4408,127 @@ class LocalTrainer:
         copied, self.optimizers = self.optimizers, {}
         for n, optimizer in copied.items():
             self.optimizer_of(n, self.optimizers).load_state_dict(optimizer.state_dict())
+
+
+def random_seed(*numbers: int) -> int:
+    """Return one seed that depends on all of these numbers."""
+    return zlib.crc32(repr(numbers).encode()) | zlib.crc32(repr(numbers[::-1]).encode()) << 32
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"kind": type(optimizer).__name__, "state": optimizer.state_dict()}
+
+
+def _check_optimizer_state(key: str, saved: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for a state of another kind of optimizer, or of other parameters."""
+    like, kind = optimizer.state_dict(), type(optimizer).__name__
+    parts: Any = saved.get("state") if isinstance(saved, dict) else None
+    whole = isinstance(parts, dict) and saved.keys() == {"kind", "state"}
+    if not whole or parts.keys() != like.keys():
+        _refuse(key, saved, "the kind and the state of an optimizer, as state_dict gives them")
+    if saved["kind"] != kind:
+        raise ValueError(f"{key}: got one of {saved['kind']}, allowed: {kind}")
+    groups, entries, sizes = parts["param_groups"], parts["state"], list[int]()
+    if not isinstance(groups, list) or not isinstance(entries, dict):
+        _refuse(key, parts, "a list of groups, and a dictionary by parameter")
+    for group in groups:
+        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+            _refuse(f"{key}: group", group, "a dictionary with a list of `params`")
+        sizes.append(len(group["params"]))
+    wanted = [len(group["params"]) for group in like["param_groups"]]
+    if sizes != wanted:
+        raise ValueError(f"{key}: got groups of {sizes} parameters, allowed: {wanted}")
+    for group, of_own in zip(groups, like["param_groups"], strict=True):
+        for name, value in of_own.items():
+            kinds = {int: Real | Tensor, float: Real | Tensor, tuple: tuple | list}.get(type(value))
+            if kinds and not isinstance(group.get(name), kinds):  # other types are not compared
+                _refuse(f"{key}: {name}", group.get(name), f"such as {value!r}")
+    for place, given in entries.items():
+        if place not in range(sum(wanted)) or not isinstance(given, dict):
+            allowed = f"a dictionary for each of the parameters 0 to {sum(wanted) - 1}"
+            _refuse(f"{key}: parameter {place}", given, allowed)
+        if place in like["state"]:
+            check_same_state(f"{key}: parameter {place}", given, like["state"][place])
+
+
+def _training_modes(model: nn.Module) -> list[bool]:
+    """Return the modes of all modules in training, where a module may keep parts in eval mode."""
+    modules = list(model.modules())
+    modes = now = [module.training for module in modules]
+    if not model.training:
+        model.train()
+        modes = [module.training for module in modules]
+        _set_modes(modules, now)
+    return modes
+
+
+def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
+    """Set the mode of each module; the first one contains the others."""
+    if modules[0].training != modes[0]:
+        modules[0].train(modes[0])  # a module may do more there, such as split its weights
+    for module, mode in zip(modules, modes, strict=True):
+        if module.training != mode:
+            module.training = mode
+
+
+def _check_optimizers(
+    scheme: Scheme, schedule: Any, weight_decay: float, local: Any, server: Any
+) -> None:
+    """Raise ValueError for settings that contradict each other or have no meaning."""
+    for key, given in (("local_optimizer", local), ("server_optimizer", server)):
+        if given is not None and not callable(given):
+            allowed = "a function from parameters to an optimizer, such as its class"
+            raise ValueError(f"{key}: got a {type(given).__name__}, allowed: {allowed}")
+    if not isinstance(weight_decay, Real) or not 0 <= weight_decay < math.inf:
+        _refuse("weight_decay", weight_decay, "a number >= 0")
+    if local is None and schedule is None:
+        allowed = "a learning rate, a function of the round, or None beside a local_optimizer"
+        raise ValueError(f"schedule: got None, allowed: {allowed}")
+    if local is not None and weight_decay:
+        way = "0 beside a local_optimizer, which is given its decay itself"
+        raise ValueError(f"weight_decay: got {weight_decay}, allowed: {way}")
+    for key, given in (("local_optimizer", local), ("server_optimizer", server)):
+        if given is not None and (scheme.momentum or scheme.error_unit == "gradient"):
+            what = "allowed: with neither global momentum nor errors in units of gradients"
+            raise ValueError(f"{key}: got one with {scheme.name}, {what}")
+
+
+def _check_made(key: str, made: Any, given: list[nn.Parameter]) -> None:
+    """Raise ValueError unless `made` is an optimizer of at least one of the given parameters."""
+    allowed = "an optimizer of the parameters that it is called with"
+    if not hasattr(made, "param_groups"):
+        raise ValueError(f"{key}: gave a {type(made).__name__}, allowed: {allowed}")
+    steps = {id(p) for group in made.param_groups for p in group["params"]}
+    if steps.isdisjoint(map(id, given)):
+        raise ValueError(f"{key}: gave an optimizer of other parameters, allowed: {allowed}")
+
+
+def _check_rate(optimizer: torch.optim.Optimizer, first_eta: float) -> None:
+    """Raise ValueError if the optimizer was given another rate than the schedule begins with, or
+    has none."""
+    if any("lr" not in group for group in optimizer.param_groups):
+        way = "one that has a learning rate, or schedule=None"
+        raise ValueError(f"local_optimizer: got one without `lr` beside a schedule, allowed: {way}")
+    given, *others = {float(group["lr"]) for group in optimizer.param_groups}
+    parameter = inspect.signature(type(optimizer)).parameters.get("lr")
+    usual = None if parameter is None else parameter.default  # not a number if it is required
+    is_given = not others and isinstance(usual, Real) and given != usual
+    if is_given and not math.isclose(given, first_eta, rel_tol=1e-6):
+        got = f"got the learning rate {given:g} beside a schedule that begins with {first_eta:g}"
+        way = "no rate in the optimizer, or schedule=None, which keeps the optimizer's own"
+        raise ValueError(f"local_optimizer: {got}, allowed: {way}")
+
+
+def _descend(start_D: Tensor, gradient_D: Tensor, eta: float | Tensor, out: Tensor) -> None:
+    """Write start - eta * gradient into `out`.
+
+    The rate and the number of a round are tensors where a whole round is recorded as a CUDA graph
+    (tcs_lab.training.cuda_graph).
+    """
+    if isinstance(eta, Tensor):
+        torch.addcmul(start_D, gradient_D, eta, value=-1.0, out=out)
+    else:
+        torch.add(start_D, gradient_D, alpha=-eta, out=out)
 
 
 class FlatView:
@@ -4420,8 +4566,9 @@ class FlatView:
         self.layer_sizes = [p.numel() for p in self.parameters]
         self.dimension = sum(self.layer_sizes)
         self.norms = _norms(model)
-        for m in self.norms:
-            _check_norm(m)
+        for name, m in model.named_modules():
+            if m in self.norms:
+                _check_norm(f"model: {name}", m)
         self.norm_sizes = [m.num_features for m in self.norms for _ in range(2)]
 
     def views(self, flat_D: Tensor) -> list[Tensor]:
@@ -4522,6 +4669,12 @@ class FlatView:
             buffers += [norm._buffers["running_mean"], norm._buffers["running_var"]]
         return buffers
 
+    def put_statistics(self, statistics_S: Tensor) -> None:
+        """Copy statistics (S,) into the tensors that the norms use now."""
+        if buffers := self.statistics_buffers():
+            parts = statistics_S.to(self.device).split(self.norm_sizes)
+            torch._foreach_copy_(buffers, list(parts))
+
     def lend(self, views: list[Tensor]) -> None:
         """Let the norms use these tensors as their running statistics from now on."""
         pairs = iter(views)
@@ -4540,8 +4693,30 @@ class FlatView:
         return {
             name.replace("_orig_mod.", ""): b.detach()  # a prefix that torch.compile adds
             for name, b in state.items()
-            if isinstance(b, Tensor) and id(b) not in others
+            if isinstance(b, Tensor) and id(b) not in others and not name.endswith("_extra_state")
         }
+
+
+def _check_norm(key: str, norm: Any) -> None:
+    """Raise ValueError, which begins with `key`, for a norm whose running statistics cannot be
+    averaged."""
+    if norm.momentum is None:
+        raise ValueError(f"{key}: momentum of a norm: got None, allowed: a number, as 0.1")
+    if nn.parameter.is_lazy(norm.running_mean):
+        way = "after one batch has passed through the model, which gives it its shape"
+        raise ValueError(f"{key}: got a norm without a shape, allowed: {way}")
+    for statistic in (norm.running_mean, norm.running_var):
+        if statistic.dtype != torch.float32:
+            got = f"running statistics of a norm: got {statistic.dtype}"
+            way = "torch.float32 (keep norms in float32, also frozen ones, and use autocast)"
+            raise ValueError(f"{key}: {got}, allowed: {way}")
+
+
+def _norms(model: nn.Module) -> list[Any]:
+    """Return a module's norms with running statistics."""
+    kind = nn.modules.batchnorm._NormBase  # batch norms and others that keep running statistics
+    found = (m for m in model.modules() if isinstance(m, kind))
+    return [m for m in found if m._buffers.get("running_mean") is not None]
 
 
 def _check_memory(named: dict[str, nn.Parameter]) -> None:
@@ -4560,7 +4735,7 @@ def _check_memory(named: dict[str, nn.Parameter]) -> None:
         taken = torch.full((size,), -1, dtype=torch.int32, device="cpu")  # by which of the names
         for place, (name, p) in enumerate(parts.items()):
             part = taken.as_strided(p.shape, p.stride(), p.storage_offset())
-            if p.numel() and (other := int(part.max())) >= 0:
+            if (other := int(part.max())) >= 0:
                 got = f"model: {name}: got the memory of {names[other]}"
                 raise ValueError(f"{got}, allowed: its own (tie the nn.Parameter itself)")
             part.fill_(place)
@@ -4628,27 +4803,6 @@ def _all_of(order: Iterable[int], dimensions: int) -> list[int]:
     """Return all dimensions: those that are missing in `order` first, then `order`."""
     order = list(order)
     return [d for d in range(dimensions) if d not in order] + order
-
-
-def _check_norm(norm: Any) -> None:
-    """Raise ValueError for a norm whose running statistics cannot be averaged."""
-    if norm.momentum is None:
-        raise ValueError("model: a norm's momentum: got None, allowed: a number, as 0.1")
-    if nn.parameter.is_lazy(norm.running_mean):
-        way = "after one batch has passed through the model, which gives it its shape"
-        raise ValueError(f"model: got a norm without a shape, allowed: {way}")
-    for statistic in (norm.running_mean, norm.running_var):
-        if statistic.dtype != torch.float32:
-            got = f"a norm's running statistics: got {statistic.dtype}"
-            way = "torch.float32 (keep norms in float32, also frozen ones, and use autocast)"
-            raise ValueError(f"model: {got}, allowed: {way}")
-
-
-def _norms(model: nn.Module) -> list[Any]:
-    """Return a module's norms with running statistics."""
-    kind = nn.modules.batchnorm._NormBase  # batch norms and others that keep running statistics
-    found = (m for m in model.modules() if isinstance(m, kind))
-    return [m for m in found if m._buffers.get("running_mean") is not None]
 
 
 class Feed:
@@ -4750,7 +4904,7 @@ class Feed:
     def _begin_pass(self, n: int, number: int, skip: int = 0) -> Iterator[Any]:
         """Begin client n's pass of this number, counted from 1, and skip the first `skip` batches.
         If the iterable raises, nothing is changed."""
-        # The last number makes this seed differ from that of a round with the pass's number.
+        # The 1 keeps this seed apart from that of a client's round of the same number (`_steps`).
         source, seed = self.sources[n], random_seed(self.seed, number, n, 1)
         parts = _parts_of(source)
         self._told.clear()  # so that all of them are told
@@ -4860,126 +5014,6 @@ def _check_workers_hear(n: int, source: Any) -> None:
             raise ValueError(f"feed: client {n}: {got}, which they would not hear, allowed: {way}")
 
 
-def random_seed(*numbers: int) -> int:
-    """Return one seed that depends on all of these numbers."""
-    return zlib.crc32(repr(numbers).encode()) | zlib.crc32(repr(numbers[::-1]).encode()) << 32
-
-
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"kind": type(optimizer).__name__, "state": optimizer.state_dict()}
-
-
-def _check_optimizer_state(key: str, saved: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for a state of another kind of optimizer, or of other parameters."""
-    like, kind = optimizer.state_dict(), type(optimizer).__name__
-    parts: Any = saved.get("state") if isinstance(saved, dict) else None
-    whole = isinstance(parts, dict) and saved.keys() == {"kind", "state"}
-    if not whole or parts.keys() != like.keys():
-        _refuse(key, saved, "the kind and the state of an optimizer, as state_dict gives them")
-    if saved["kind"] != kind:
-        raise ValueError(f"{key}: got one of {saved['kind']}, allowed: {kind}")
-    groups, entries, sizes = parts["param_groups"], parts["state"], list[int]()
-    if not isinstance(groups, list) or not isinstance(entries, dict):
-        _refuse(key, parts, "a list of groups, and a dictionary by parameter")
-    for group in groups:
-        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
-            _refuse(f"{key}: group", group, "a dictionary with a list of `params`")
-        sizes.append(len(group["params"]))
-    wanted = [len(group["params"]) for group in like["param_groups"]]
-    if sizes != wanted:
-        raise ValueError(f"{key}: got groups of {sizes} parameters, allowed: {wanted}")
-    for group, of_own in zip(groups, like["param_groups"], strict=True):
-        for name, value in of_own.items():
-            kinds = {int: Real | Tensor, float: Real | Tensor, tuple: tuple | list}.get(type(value))
-            if kinds and not isinstance(group.get(name), kinds):  # other types are not compared
-                _refuse(f"{key}: {name}", group.get(name), f"such as {value!r}")
-    for place, given in entries.items():
-        if place not in range(sum(wanted)) or not isinstance(given, dict):
-            _refuse(f"{key}: parameter {place}", given, f"a dictionary, 0 to {sum(wanted) - 1}")
-        if place in like["state"]:
-            check_same_state(f"{key}: parameter {place}", given, like["state"][place])
-
-
-def _training_modes(model: nn.Module) -> list[bool]:
-    """Return the modes of all modules in training, where a module may keep parts in eval mode."""
-    modules = list(model.modules())
-    modes = now = [module.training for module in modules]
-    if not model.training:
-        model.train()
-        modes = [module.training for module in modules]
-        _set_modes(modules, now)
-    return modes
-
-
-def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
-    """Set the mode of each module; the first one contains the others."""
-    if modules[0].training != modes[0]:
-        modules[0].train(modes[0])  # a module may do more there, such as split its weights
-    for module, mode in zip(modules, modes, strict=True):
-        if module.training != mode:
-            module.training = mode
-
-
-def _check_optimizers(
-    scheme: Scheme, schedule: Any, weight_decay: float, local: Any, server: Any
-) -> None:
-    """Raise ValueError for settings that contradict each other or have no meaning."""
-    for key, given in (("local_optimizer", local), ("server_optimizer", server)):
-        if given is not None and not callable(given):
-            allowed = "a function from parameters to an optimizer, such as its class"
-            raise ValueError(f"{key}: got a {type(given).__name__}, allowed: {allowed}")
-    if not isinstance(weight_decay, Real) or not 0 <= weight_decay < math.inf:
-        _refuse("weight_decay", weight_decay, "a number >= 0")
-    if local is None and schedule is None:
-        allowed = "a learning rate, a function of the round, or None beside a local_optimizer"
-        raise ValueError(f"schedule: got None, allowed: {allowed}")
-    if local is not None and weight_decay:
-        way = "0 beside a local_optimizer, which is given its decay itself"
-        raise ValueError(f"weight_decay: got {weight_decay}, allowed: {way}")
-    for key, given in (("local_optimizer", local), ("server_optimizer", server)):
-        if given is not None and (scheme.momentum or scheme.error_unit == "gradient"):
-            what = "allowed: with neither global momentum nor errors in units of gradients"
-            raise ValueError(f"{key}: got one with {scheme.name}, {what}")
-
-
-def _check_made(key: str, made: Any, given: list[nn.Parameter]) -> None:
-    """Raise ValueError unless `made` is an optimizer of at least one of the given parameters."""
-    allowed = "an optimizer of the parameters that it is called with"
-    if not hasattr(made, "param_groups"):
-        raise ValueError(f"{key}: gave a {type(made).__name__}, allowed: {allowed}")
-    steps = {id(p) for group in made.param_groups for p in group["params"]}
-    if steps.isdisjoint(map(id, given)):
-        raise ValueError(f"{key}: gave an optimizer of other parameters, allowed: {allowed}")
-
-
-def _check_rate(optimizer: torch.optim.Optimizer, first_eta: float) -> None:
-    """Raise ValueError if the optimizer was given another rate than the schedule begins with, or
-    has none."""
-    if any("lr" not in group for group in optimizer.param_groups):
-        way = "one that has a learning rate, or schedule=None"
-        raise ValueError(f"local_optimizer: got one without `lr` beside a schedule, allowed: {way}")
-    given, *others = {float(group["lr"]) for group in optimizer.param_groups}
-    parameter = inspect.signature(type(optimizer)).parameters.get("lr")
-    usual = None if parameter is None else parameter.default  # not a number if it is required
-    is_given = not others and isinstance(usual, Real) and given != usual
-    if is_given and not math.isclose(given, first_eta, rel_tol=1e-6):
-        got = f"got the learning rate {given:g} beside a schedule that begins with {first_eta:g}"
-        way = "no rate in the optimizer, or schedule=None, which keeps the optimizer's own"
-        raise ValueError(f"local_optimizer: {got}, allowed: {way}")
-
-
-def _descend(start_D: Tensor, gradient_D: Tensor, eta: float | Tensor, out: Tensor) -> None:
-    """Write start - eta * gradient into `out`.
-
-    The rate and the number of a round are tensors where a whole round is recorded as a CUDA graph
-    (tcs_lab.training.cuda_graph).
-    """
-    if isinstance(eta, Tensor):
-        torch.addcmul(start_D, gradient_D, eta, value=-1.0, out=out)
-    else:
-        torch.add(start_D, gradient_D, alpha=-eta, out=out)
-
-
 # ══ 8. Models: the CIFAR ResNet-18 of the paper (11,173,962 parameters) and small ones ════════════
 #    Convolutions lie in memory with channels last, the layout that CPU and GPU kernels prefer.
 
@@ -5064,7 +5098,7 @@ def tcs_hook(
     Register it as in the example of `TCSState`. Returns a future of the averaged gradient of the
     `bucket`, a flat tensor with the length and type of `bucket.buffer()`. Raises ValueError for
     sparse or complex gradients, for parameters of a second model, if the caller is not DDP (FSDP
-    calls its hooks with `others`), and if the ranks' states differ.
+    calls its hooks with `others`) or is `hook_with_zero_step`, and if the ranks' states differ.
     """
     _check_caller(state, bucket, others)
     gives_mask = state.iter + 1 >= state.start_iter  # before `begin`, which may count the step
@@ -5093,13 +5127,205 @@ def tcs_hook(
 
     # 5. Keep little in memory meanwhile: the intended values are in the errors, too.
     client.in_flight, known.shared_D = None, known.shared_D.new_empty(0)
-    step = UnderWay(client, buffer, used_L.any(), is_finite, summed, packed, gathered)
+    used = used_L.any()
+    step = UnderWay(client, buffer, known.round, used, is_finite, summed, packed, gathered)
     return torch.futures.collect_all(futures).then(lambda done: _average(step, done.value()))
 
 
 if dist.is_available():  # some builds of torch are without it
     # DDP compares these annotations with types, but in this module annotations are text (PEP 563).
     tcs_hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+
+
+class UnderWay(NamedTuple):
+    """A bucket's sparse step while its collectives are running."""
+
+    client: BucketClient
+    buffer: Tensor
+    round: int  # its number; `TCSState.undo` may have closed it meanwhile
+    is_used: Tensor  # whether this rank's gradient has an entry that is not 0, bool ()
+    is_finite: Tensor  # whether it is finite, bool ()
+    summed: Tensor  # shares on the shared mask, then flags
+    packed: Tensor  # int32, this rank's own positions, then the bits of its values
+    gathered: list[Tensor]  # `packed` of every rank
+
+
+def _check_caller(state: TCSState, bucket: Any, others: tuple[Any, ...]) -> None:
+    """Raise ValueError if the caller is FSDP, or a hook of PyTorch that steps a
+    ZeroRedundancyOptimizer during the backward pass."""
+    allowed = "DistributedDataParallel.register_comm_hook(state, tcs_hook)"
+    if not isinstance(state, TCSState):
+        raise ValueError(f"tcs_hook: state: got {shorten(state)}, allowed: a TCSState")
+    if others or isinstance(bucket, Tensor):
+        got = "gradients from FSDP, which has no buckets and may shard them"
+        raise ValueError(f"tcs_hook: got {got}, allowed: {allowed}")
+    frame = None if state._agreed else sys._getframe(1)  # checked only before the first step
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").endswith("ddp_comm_hooks.ddp_zero_hook"):
+            got = "a call from hook_with_zero_step, which steps before all buckets are averaged"
+            also = "ZeroRedundancyOptimizer(overlap_with_ddp=False)"
+            raise ValueError(f"tcs_hook: got {got}, allowed: {allowed}, with {also}")
+        frame = frame.f_back
+
+
+def _dense_average(
+    client: BucketClient, buffer: Tensor, update_D: Tensor, gives_mask: bool
+) -> Tensor:
+    """Step 1: return the average, in the bucket's buffer. If `gives_mask` and it is finite, it
+    gives the first shared mask. With momentum, the buffer still contains the gradient."""
+    known, before_D = client.known, client.momentum_D
+    if before_D is not None:
+        counts = update_D.sum(dtype=torch.float64).isfinite()  # needs no vector of flags
+        torch.where(counts, client.accumulated(buffer), before_D, out=before_D)
+        update_D = buffer.copy_(update_D)
+    if gives_mask and _host_reads(update_D.float().isfinite().all()):
+        known.observe(update_D.float())
+    else:
+        known.lose()
+    return update_D
+
+
+def _host_reads(flag: Tensor) -> bool:
+    """Return a flag as a Python bool. On a GPU the host waits for it, so ordinary steps avoid
+    this."""
+    return bool(flag)
+
+
+def _used(buffer: Tensor, sizes: list[int]) -> Tensor:
+    """Return which parameters have a gradient with an entry that is not 0, (L,) bool."""
+    parts = buffer.split(sizes)
+    if not is_on_cpu(buffer):
+        return torch.stack(torch._foreach_norm(parts, math.inf)) != 0  # NaN counts, too
+    few = 1024  # usually enough to see an entry that is not 0
+    used = [bool(part[:few].any()) or bool(part.any()) for part in parts]
+    return torch.tensor(used, device=buffer.device)
+
+
+def _message_of(client: Client, gradient: Tensor) -> tuple[Message, Tensor]:
+    """Step 2: do lines 9 to 12 for a bucket's gradient. Return the message and a flag, bool ().
+
+    The flag says whether the gradient was finite. If not, it counts as 0, so that the message
+    contains only errors.
+    """
+    flags, gradient_D = client.known.flags, gradient.float()
+    is_finite = torch.ones((), dtype=torch.bool, device=gradient.device)
+    try:
+        message = client.send(gradient_D)
+    except NotFiniteError:  # on a CPU only; on a GPU `send` adds a flag
+        message = client.send(torch.zeros_like(gradient_D))
+        is_finite = ~is_finite
+    for _, flag in flags:
+        is_finite = is_finite & flag
+    flags.clear()
+    return message, is_finite
+
+
+def _shares(values_K: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
+    """Return values divided by the number of ranks, in the bucket's type.
+
+    They are clamped so that the sum over all ranks fits this type, and float32, too. What is cut
+    off stays in the errors.
+    """
+    most = min(torch.finfo(kind).max for kind in (dtype, torch.float32))  # float16: 65504
+    most /= 1 + torch.finfo(dtype).eps * (ranks - 1)  # shares are rounded, and so are their sums
+    return values_K.clamp(-most, most).div_(ranks).to(dtype)
+
+
+def _average(step: UnderWay, done: list[torch.futures.Future]) -> Tensor:
+    """Step 5: return the average of all ranks, in the bucket's buffer."""
+    for future in done:
+        future.wait()
+    client, buffer, known = step.client, step.buffer, step.client.known
+    if known.round != step.round:  # `undo` has taken the step back
+        return buffer
+    shared_K = known.shared_K
+    sums_K, flags = step.summed.split([len(shared_K), len(step.summed) - len(shared_K)])
+    halves = [part.view(2, -1) for part in step.gathered] if len(step.packed) else []
+    explored = [(own_K.long(), values.view(torch.float32)) for own_K, values in halves]
+
+    # 5.1. If something was not finite on some rank, the step is void on all ranks, and no value
+    # counts. Otherwise all values count, except those of parameters that no rank has used.
+    finite = [part.isfinite().all() for part in (sums_K, *(values_K for _, values_K in explored))]
+    void = (flags[-1] > 0) | ~torch.stack(finite).all()
+    counts_L = (flags[:-1] > 0) & ~void
+    client.counted = counts_L.any() & step.is_used
+    may_be_void = not is_on_cpu(void) or bool(void)  # on a GPU the host does not read `void`
+    only_L = None if is_on_cpu(void) and bool(counts_L.all()) else counts_L  # None: all count
+
+    # 5.2. Line 13. A void step leaves the errors as they were before it, except for rounding.
+    sent_K = torch.cat([shared_K, step.packed[: len(step.packed) // 2].long()])  # by this rank
+    if client.errors_D is not None:
+        meant_K, ranks = client.errors_D.index_select(0, sent_K), len(step.gathered)
+        received_K = _shares(meant_K, ranks, buffer.dtype).float() * ranks
+        received_K = _counted(known, only_L, received_K, sent_K)
+        client.errors_D.index_copy_(0, sent_K, meant_K - received_K)  # keep what rounding has lost
+    if client.momentum_D is not None:
+        _keep_momentum(step, sent_K, only_L)
+    elif may_be_void:
+        client.withdraw(torch.where(void & step.is_finite, buffer.float(), 0.0))
+    if may_be_void and client.errors_D is not None:  # otherwise all later steps would be void, too
+        client.errors_D.masked_fill_(void & ~client.errors_D.isfinite().all(), 0.0)
+
+    # 5.3. The average. The ranks' own masks lie outside the shared mask.
+    fits = buffer.dtype == torch.float32
+    update_D = buffer.zero_() if fits else torch.zeros_like(buffer, dtype=torch.float32)
+    for positions_K, values_K in explored:
+        update_D.index_add_(0, positions_K, _counted(known, only_L, values_K, positions_K))
+    update_D.index_copy_(0, shared_K, _counted(known, only_L, sums_K.float(), shared_K))
+
+    # 5.4. The next shared mask. A void step's average is all zero, and then `TCS.observe` keeps the
+    # old mask. Where the host need not wait for `void`, it saves this search.
+    if is_on_cpu(void) and bool(void):
+        known.lose()
+    else:
+        if known.rule.k_global:
+            cast(TCS, known.rule).among_K = _merged(shared_K, [own_K for own_K, _ in explored])
+        known.observe(update_D)
+    if may_be_void:
+        update_D.masked_fill_(void, math.nan)
+    return buffer if fits else buffer.copy_(update_D)
+
+
+def _counted(known: Known, only_L: Tensor | None, values_K: Tensor, positions_K: Tensor) -> Tensor:
+    """Return values, with 0 at positions in parameters that do not count. `only_L` (L,) bool says
+    which parameters count; None means all."""
+    if only_L is None:
+        return values_K
+    ends_L = torch.tensor(list(accumulate(known.layer_sizes)), device="cpu")
+    # A copy that is not `non_blocking` would make the host wait.
+    ends_L = ends_L.to(positions_K.device, non_blocking=True)
+    parameters_K = torch.searchsorted(ends_L, positions_K, right=True)
+    return torch.where(only_L[parameters_K], values_K, 0.0)
+
+
+def _keep_momentum(step: UnderWay, sent_K: Tensor, only_L: Tensor | None) -> None:
+    """Store what was accumulated in this step, with 0 at `sent_K`, where this rank has sent it.
+
+    Parameters that do not count, which after a void step are all, keep their momentum from before
+    the step. For them, what was accumulated is subtracted from the errors again.
+    """
+    client, sizes = step.client, step.client.known.layer_sizes
+    accumulated_D, before_D = client.accumulated(step.buffer), cast(Tensor, client.momentum_D)
+    if only_L is None:
+        client.momentum_D = accumulated_D.index_fill_(0, sent_K, 0.0)
+        return
+    counts_D = torch.cat([c.expand(size) for c, size in zip(only_L, sizes, strict=True)])
+    client.withdraw(torch.where(counts_D | ~step.is_finite, 0.0, accumulated_D))
+    accumulated_D.index_fill_(0, sent_K, 0.0)
+    torch.where(counts_D, accumulated_D, before_D, out=before_D)
+
+
+def _merged(shared_K: Tensor, explored: list[Tensor]) -> Tensor | None:
+    """Return all positions of a bucket at which something was sent, ascending; None on a GPU.
+
+    There, the host would have to wait to learn how many there are.
+    """
+    if not is_on_cpu(shared_K):
+        return None
+    # A stable sort is fast here, because it merges runs that are already ascending.
+    all_K = np.sort(np.concatenate([part.numpy() for part in (shared_K, *explored)]), kind="stable")
+    # Several ranks may have sent the same position.
+    return torch.from_numpy(all_K[np.diff(all_K, prepend=-1) > 0])
 
 
 PAPER_SHARES = {"phi_global": 1e-2, "phi_local": 1e-3}  # for TCSState(**PAPER_SHARES)
@@ -5193,18 +5419,21 @@ class TCSState:
     A resumed run can differ slightly from one without a stop. Every run of DDP begins with the same
     buckets and usually rebuilds them after its first step. So in the first step after loading,
     masks may be chosen within other buckets than in the step before the stop, or entries may come
-    in another order. (This holds without `model`, too: there, a state is compared with first steps
-    only.)
+    in another order. (Without `model`, too, the buckets must equal those of the saving run's first
+    step, not those of its last one.)
 
     Values are not quantized, since an all-reduce has to add them up. PyTorch's own
-    bf16_compress_wrapper(tcs_hook) halves the bytes of "dense" and "shared". When a rank's values
-    are rounded to 16 bits, the rounding errors stay in its errors. The rounding of a sum is not
-    corrected.
+    bf16_compress_wrapper(tcs_hook) halves the bytes of "dense" and "shared". It rounds each
+    gradient to 16 bits before the hook sees it, and this rounding is lost. What the hook itself
+    rounds, a value divided by the number of ranks, stays in the errors. The rounding of a sum is
+    lost, too.
 
-    If a gradient is not finite on some rank, the bucket's gradient becomes NaN on all ranks, so
-    that every GradScaler skips the step. Errors, mask and momentum of this bucket then stay the
-    same, except for rounding. Those of other buckets change as usual, so what these have sent is
-    lost with the skipped step, unless you take this step back with `undo`.
+    If a gradient is not finite on some rank, a sparse step makes the bucket's gradient NaN on all
+    ranks, so that every GradScaler skips the step. (In a dense step, only the affected entries are
+    not finite, as with plain DDP.) Errors, mask and momentum of this bucket then stay the same,
+    except for rounding. Those of other buckets change as usual, so what these have sent is lost
+    with the skipped step, unless you take this step back with `undo`. If a rank's errors themselves
+    overflow float32, the step is void as well, and this rank's errors in the bucket become 0.
 
     DDP does not give the average to parameters that no rank has used, so what was sent for them has
     no effect. It is therefore not subtracted from the errors, and their momentum stays the same.
@@ -5226,10 +5455,8 @@ class TCSState:
         model: nn.parallel.DistributedDataParallel | None = None, can_undo: bool = False,
         momentum: float = 0.0,
     ):  # fmt: skip
-        start_iter = _number(start_iter)
-        if type(start_iter) is not int or start_iter < 1:
-            raise ValueError(f"start_iter: got {start_iter!r}, allowed: a whole number >= 1")
-        self.start_iter, self.iter, self.momentum = start_iter, 0, _check_momentum(momentum)
+        self.start_iter = _check_whole("start_iter", start_iter, 1)
+        self.iter, self.momentum = 0, _check_momentum(momentum)
         self.scheme = Scheme(
             "DDP hook", "TCS", phi_global, phi_local, error_accumulation=error_accumulation
         )
@@ -5240,7 +5467,7 @@ class TCSState:
             allowed = "a process group or None (give other settings by name, as phi_global=0.02)"
             _refuse("process_group", process_group, allowed)
         self.process_group = process_group
-        self.can_undo = can_undo
+        self.can_undo = _check_flag("can_undo", can_undo)
         self.bytes_sent = dict.fromkeys(("dense", "shared", "explored"), 0)
         self._buckets: dict[tuple[Name, ...], BucketClient] = {}  # by their parameters' names
         self._loose: dict[Name, dict[str, Tensor | None]] = {}  # of parameters in no bucket now
@@ -5318,8 +5545,7 @@ class TCSState:
     def _clear_left_over(
         self, parameters: list[Tensor], gradients: Iterable[Tensor], last: bool
     ) -> None:
-        """Set the gradients of those parameters to 0 that the passes since the last step have not
-        used.
+        """Set to 0 the gradients of parameters that no pass since the last step has used.
 
         DDP puts into the bucket what an earlier pass has left in their `grad`, for instance if
         another optimizer sets it to zero. Without this, it would enter the errors again and again.
@@ -5353,7 +5579,7 @@ class TCSState:
             return
         self._watches = False
         sums = client.sums
-        if sums is None or sums_before is None or torch.equal(sums, sums_before):
+        if sums is None or torch.equal(sums, cast(Tensor, sums_before)):
             warnings.warn(_THROWN_AWAY, stacklevel=2)
 
     def undo(self) -> None:
@@ -5472,11 +5698,11 @@ class TCSState:
             self._loose |= _parts(other, self._buckets.pop(other))
         parts = [self._loose.pop(name, {}) for name in names]
         client = BucketClient(Known(self.scheme, sizes, device=device), self.momentum)
-        kept = {"momentum": client.momentum_D}
+        filled = {"momentum": client.momentum_D}
         if self.iter >= self.start_iter:  # before that, errors are 0
             client.hold_errors()
-            kept["errors"] = client.errors_D
-        for key, own_D in kept.items():
+            filled["errors"] = client.errors_D
+        for key, own_D in filled.items():
             for own, part in zip([] if own_D is None else own_D.split(sizes), parts, strict=False):
                 if part.get(key) is not None:
                     own.copy_(part[key])
@@ -5507,7 +5733,8 @@ class TCSState:
             "version": STATE_VERSION, "scheme": scheme_state(self.scheme),
             "start_iter": self.start_iter, "iter": self.iter, "bytes_sent": dict(self.bytes_sent),
             "parameters": parameters, **saved_by,
-            "packing": list(self._packing) if self.iter else [],  # `undo` may have left none
+            # after `undo` of the first step, no parameters are saved
+            "packing": list(self._packing) if self.iter else [],
             **({"momentum": self.momentum} if self.momentum else {}),
         }  # fmt: skip
 
@@ -5529,15 +5756,15 @@ class TCSState:
         check_same_scheme(f"{key}: scheme", state["scheme"], self.scheme)
         if state["start_iter"] != self.start_iter:
             _refuse(f"{key}: start_iter", state["start_iter"], str(self.start_iter))
-        _check_whole(f"{key}: iter", state["iter"], 0, 2**53)
+        for name in ("iter", *self._saved_by):
+            number = 0 if state[name] is None and name != "iter" else state[name]
+            if type(number) is not int or not 0 <= number <= 2**53:
+                _refuse(f"{key}: {name}", number, "a whole number from 0 to 2^53")
         check_same_state(f"{key}: bytes_sent", state["bytes_sent"], self.bytes_sent)
-        for name in self._saved_by:
-            if state[name] is not None:
-                _check_whole(f"{key}: {name}", state[name], 0, 2**31)
         parameters = state["parameters"]
         if type(parameters) is not dict or bool(parameters) != bool(state["iter"]):
-            allowed = f"a dictionary of {'some' if state['iter'] else 'none'}"
-            _refuse(f"{key}: parameters", parameters, f"{allowed} in step {state['iter']}")
+            allowed = "a dictionary with at least one" if state["iter"] else "an empty dictionary"
+            _refuse(f"{key}: parameters", parameters, f"{allowed}, since iter is {state['iter']}")
         for name, part in parameters.items():
             _check_part(f"{key}: parameters: {name}", part, self.scheme.keeps_errors, momentum)
         self._check_names(state)
@@ -5606,13 +5833,16 @@ class TCSState:
 
 Name = str | int  # a parameter's name or number
 _LAYOUT = ("shape", "order")  # of a parameter in a state, to recognize the parameter by
-_OWN_STATE = ("what the same rank of as many has saved, or load_state_dict(state, errors=False) on "
-              "all ranks, which keeps the masks and gives up the errors")  # fmt: skip
+_OWN_STATE = (
+    "the state that this rank saved in a run with as many ranks, or load_state_dict(state, "
+    "errors=False) on all ranks, which keeps the masks and drops the errors"
+)
 _THROWN_AWAY = (
     "TCSState: two backward passes with the same parameters. What the first of them did not send "
     "comes back in later steps, even if its gradients were thrown away. Run a pass whose gradients "
-    "no optimizer uses under model.no_sync(), and so all but the last pass of a step. To skip a "
-    "step after its backward pass, use TCSState(can_undo=True) and state.undo()."
+    "no optimizer uses under model.no_sync(). If you accumulate gradients, run all passes but the "
+    "last one under it, too. To skip a step after its backward pass, use TCSState(can_undo=True) "
+    "and state.undo()."
 )
 
 
@@ -5689,36 +5919,6 @@ def _copy_of(tensor: Tensor | None, memory: Tensor | None) -> Tensor | None:
     return tensor.clone() if memory is None else memory.copy_(tensor)
 
 
-class UnderWay(NamedTuple):
-    """A bucket's sparse step while its collectives are running."""
-
-    client: BucketClient
-    buffer: Tensor
-    is_used: Tensor  # whether this rank's gradient is not 0 everywhere, bool ()
-    is_finite: Tensor  # whether it is finite, bool ()
-    summed: Tensor  # shares on the shared mask, then flags
-    packed: Tensor  # int32, this rank's own positions, then the bits of its values
-    gathered: list[Tensor]  # `packed` of every rank
-
-
-def _check_caller(state: TCSState, bucket: Any, others: tuple[Any, ...]) -> None:
-    """Raise ValueError unless the caller is DDP, and no optimizer steps during the backward
-    pass."""
-    allowed = "DistributedDataParallel.register_comm_hook(state, tcs_hook)"
-    if not isinstance(state, TCSState):
-        raise ValueError(f"tcs_hook: state: got {shorten(state)}, allowed: a TCSState")
-    if others or isinstance(bucket, Tensor):
-        got = "gradients from FSDP, which has no buckets and may shard them"
-        raise ValueError(f"tcs_hook: got {got}, allowed: {allowed}")
-    frame = None if state._agreed else sys._getframe(1)  # checked only before the first step
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").endswith("ddp_comm_hooks.ddp_zero_hook"):
-            got = "a call from hook_with_zero_step, which steps before all buckets are averaged"
-            also = "ZeroRedundancyOptimizer(overlap_with_ddp=False)"
-            raise ValueError(f"tcs_hook: got {got}, allowed: {allowed}, with {also}")
-        frame = frame.f_back
-
-
 def _layout(parameter: Tensor) -> dict[str, list[int]]:
     """Return a parameter's shape, and the order in which its dimensions lie in memory and in
     buckets."""
@@ -5735,7 +5935,7 @@ def _another_model(got: str) -> ValueError:
 def _check_part(key: str, part: Any, keeps_errors: bool, momentum: float) -> None:
     """Raise ValueError unless `part` is what a state contains for a parameter."""
     wanted = dict.fromkeys([*_LAYOUT, "errors", "mask", *(["momentum"] if momentum else [])])
-    check_same_state(key, part if type(part) is not dict else dict.fromkeys(part), wanted)
+    check_same_state(key, dict.fromkeys(part) if isinstance(part, dict) else part, wanted)
     for name in _LAYOUT:
         if type(part[name]) is not list or any(type(n) is not int or n < 0 for n in part[name]):
             _refuse(f"{key}: {name}", part[name], "a list of whole numbers >= 0")
@@ -5766,189 +5966,13 @@ def _parts(names: tuple[Name, ...], client: BucketClient) -> dict[Name, dict[str
     return parts
 
 
-def _dense_average(
-    client: BucketClient, buffer: Tensor, update_D: Tensor, gives_mask: bool
-) -> Tensor:
-    """Step 1: return the average, in the bucket's buffer. If `gives_mask` and it is finite, it
-    gives the first shared mask. With momentum, the buffer still contains the gradient."""
-    known, before_D = client.known, client.momentum_D
-    if before_D is not None:
-        counts = update_D.sum(dtype=torch.float64).isfinite()  # needs no vector of flags
-        torch.where(counts, client.accumulated(buffer), before_D, out=before_D)
-        update_D = buffer.copy_(update_D)
-    numbers_D = update_D.float()
-    if gives_mask and _host_reads(numbers_D.isfinite().all()):
-        known.observe(numbers_D)
-    else:
-        known.lose()
-    return update_D
-
-
-def _host_reads(flag: Tensor) -> bool:
-    """Return a flag as a Python bool. On a GPU the host waits for it, so ordinary steps avoid
-    this."""
-    return bool(flag)
-
-
-def _used(buffer: Tensor, sizes: list[int]) -> Tensor:
-    """Return which parameters have a gradient that is not 0 everywhere, (L,) bool."""
-    parts = buffer.split(sizes)
-    if not is_on_cpu(buffer):
-        return torch.stack(torch._foreach_norm(parts, math.inf)) != 0  # NaN counts, too
-    few = 1024  # usually enough to see an entry that is not 0
-    used = [bool(part[:few].any()) or bool(part.any()) for part in parts]
-    return torch.tensor(used, device=buffer.device)
-
-
-def _message_of(client: Client, buffer: Tensor) -> tuple[Message, Tensor]:
-    """Step 2: do lines 9 to 12 for a bucket's gradient. Return the message and a flag, bool ().
-
-    The flag says whether the gradient was finite. If not, it counts as 0, so that the message
-    contains only errors.
-    """
-    flags, gradient_D = client.known.flags, buffer.float()
-    is_finite = torch.ones((), dtype=torch.bool, device=buffer.device)
-    try:
-        message = client.send(gradient_D)
-    except NotFiniteError:  # on a CPU only; on a GPU `send` adds a flag
-        message = client.send(torch.zeros_like(gradient_D))
-        is_finite = ~is_finite
-    for _, flag in flags:
-        is_finite = is_finite & flag
-    flags.clear()
-    return message, is_finite
-
-
-def _shares(values_K: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
-    """Return values divided by the number of ranks, in the bucket's type.
-
-    They are clamped so that the sum over all ranks fits this type, and float32, too. What is cut
-    off stays in the errors.
-    """
-    most = min(torch.finfo(kind).max for kind in (dtype, torch.float32))  # float16: 65504
-    most /= 1 + torch.finfo(dtype).eps * (ranks - 1)  # shares are rounded, and so are their sums
-    return values_K.clamp(-most, most).div_(ranks).to(dtype)
-
-
-def _average(step: UnderWay, done: list[torch.futures.Future]) -> Tensor:
-    """Step 5: return the average of all ranks, in the bucket's buffer."""
-    for future in done:
-        future.wait()
-    client, buffer, known = step.client, step.buffer, step.client.known
-    shared_K = known.shared_K
-    sums_K, flags = step.summed.split([len(shared_K), len(step.summed) - len(shared_K)])
-    halves = [part.view(2, -1) for part in step.gathered] if len(step.packed) else []
-    explored = [(places.long(), values.view(torch.float32)) for places, values in halves]
-
-    # 5.1. If something was not finite on some rank, the step is void on all ranks, and no value
-    # counts. Otherwise all values count, except those of parameters that no rank has used.
-    finite = [part.isfinite().all() for part in (sums_K, *(values_K for _, values_K in explored))]
-    void = (flags[-1] > 0) | ~torch.stack(finite).all()
-    counts_L = (flags[:-1] > 0) & ~void
-    client.counted = counts_L.any() & step.is_used
-    may_be_void = not is_on_cpu(void) or bool(void)  # on a GPU the host does not read `void`
-    only_L = None if is_on_cpu(void) and bool(counts_L.all()) else counts_L  # None: all count
-
-    # 5.2. Line 13. A void step leaves the errors as they were before it, except for rounding.
-    sent_K = torch.cat([shared_K, step.packed[: len(step.packed) // 2].long()])  # by this rank
-    _take_out_of_errors(step, sent_K, only_L)
-    if client.momentum_D is not None:
-        _keep_momentum(step, sent_K, only_L)
-    elif may_be_void:
-        client.withdraw(torch.where(void & step.is_finite, buffer.float(), 0.0))
-    if may_be_void:
-        _forget_overflow_if(void, client.errors_D)
-
-    # 5.3. The average. The ranks' own masks lie outside the shared mask.
-    fits = buffer.dtype == torch.float32
-    update_D = buffer.zero_() if fits else torch.zeros_like(buffer, dtype=torch.float32)
-    for positions_K, values_K in explored:
-        update_D.index_add_(0, positions_K, _counted(known, only_L, values_K, positions_K))
-    update_D.index_copy_(0, shared_K, _counted(known, only_L, sums_K.float(), shared_K))
-
-    # 5.4. The next shared mask. A void step's average is all zero, and then `TCS.observe` keeps the
-    # old mask. The host gives the step up itself where it can read `void` without waiting, and
-    # where `observe` would make it wait, because DDP has rebuilt its buckets and masks change size.
-    looks = is_on_cpu(void) or len(shared_K) != known.rule.k_global
-    if looks and _host_reads(void):
-        known.lose()
-    else:
-        cast(TCS, known.rule).among_K = _merged(shared_K, [own_K for own_K, _ in explored])
-        known.observe(update_D)
-    if may_be_void:
-        update_D.masked_fill_(void, math.nan)
-    return buffer if fits else buffer.copy_(update_D)
-
-
-def _counted(known: Known, only_L: Tensor | None, values_K: Tensor, positions_K: Tensor) -> Tensor:
-    """Return values, with 0 at positions in parameters that do not count. `only_L` (L,) bool says
-    which parameters count; None means all."""
-    if only_L is None:
-        return values_K
-    ends_L = torch.tensor(list(accumulate(known.layer_sizes)), device="cpu")
-    # A copy that is not `non_blocking` would make the host wait.
-    ends_L = ends_L.to(positions_K.device, non_blocking=True)
-    parameters_K = torch.searchsorted(ends_L, positions_K, right=True)
-    return torch.where(only_L[parameters_K], values_K, 0.0)
-
-
-def _take_out_of_errors(step: UnderWay, sent_K: Tensor, only_L: Tensor | None) -> None:
-    """Line 13: subtract what this rank's shares contributed from its errors, at its positions.
-
-    What was lost by rounding stays there and is sent later.
-    """
-    client, ranks = step.client, len(step.gathered)
-    if client.errors_D is None:
-        return
-    meant_K = client.errors_D.index_select(0, sent_K)
-    received_K = _shares(meant_K, ranks, step.buffer.dtype).float() * ranks
-    received_K = _counted(client.known, only_L, received_K, sent_K)
-    client.in_flight = InFlight(client.known.round, sent_K, meant_K, meant_K, False)
-    client.arrived(Message(received_K, sent_K[len(client.known.shared_K) :]))
-
-
-def _keep_momentum(step: UnderWay, sent_K: Tensor, only_L: Tensor | None) -> None:
-    """Store what was accumulated in this step, with 0 at `sent_K`, where this rank has sent it.
-
-    Parameters that do not count, which after a void step are all, keep their momentum from before
-    the step. For them, what was accumulated is subtracted from the errors again.
-    """
-    client, sizes = step.client, step.client.known.layer_sizes
-    accumulated_D, before_D = client.accumulated(step.buffer), cast(Tensor, client.momentum_D)
-    if only_L is None:
-        client.momentum_D = accumulated_D.index_fill_(0, sent_K, 0.0)
-        return
-    counts_D = torch.cat([c.expand(size) for c, size in zip(only_L, sizes, strict=True)])
-    client.withdraw(torch.where(counts_D | ~step.is_finite, 0.0, accumulated_D))
-    accumulated_D.index_fill_(0, sent_K, 0.0)
-    torch.where(counts_D, accumulated_D, before_D, out=before_D)
-
-
-def _merged(shared_K: Tensor, explored: list[Tensor]) -> Tensor | None:
-    """Return all positions of a bucket at which something was sent, ascending; None on a GPU.
-
-    There, the host would have to wait to learn how many there are.
-    """
-    if not is_on_cpu(shared_K):
-        return None
-    # A stable sort is fast here, because it merges runs that are already ascending.
-    all_K = np.sort(np.concatenate([part.numpy() for part in (shared_K, *explored)]), kind="stable")
-    # Several ranks may have sent the same position.
-    return torch.from_numpy(all_K[np.diff(all_K, prepend=-1) > 0])
-
-
-def _forget_overflow_if(void: Tensor, errors_D: Tensor | None) -> None:
-    """Reset errors to 0 if the step is void and an error is not finite; else all steps would be
-    void."""
-    if errors_D is not None:
-        errors_D.masked_fill_(void & ~errors_D.isfinite().all(), 0.0)
-
-
 # ══ 10. States that are loaded ════════════════════════════════════════════════════════════════════
 #    Each `load_state_dict` first compares the whole state with its object, and only then assigns
-#    the first part.
+#    the first part. (A `TCSState` without a model compares parameters in its next step.)
 
-STATE_VERSION = 2  # of every state_dict here; raise it when the keys or their meaning change
+# Of every state_dict here but that of a rule, which is part of `Known`'s. Raise it when the keys or
+# their meaning change.
+STATE_VERSION = 2
 
 
 def check_state_version(key: str, given: Any) -> None:

@@ -153,16 +153,7 @@ lab.show_figures()
 # This is the paper's Algorithm 1. The comments in the code below give its line numbers. A client copies the server's model (line 3).
 # Then it does the following H times (line 4): it computes a gradient (line 5) and takes a step (line 6). At the end it sends its model
 # (line 7), and the server averages the models (line 8). (The end of a name tells the shape of a tensor: `_D` stands for a vector of D
-# numbers, and `_ND` for N such vectors.)
-
-
-# %% jupyter={"source_hidden": true} tags=["remove-input"]
-def theta_of(net):  # all its parameters in one vector (D,), in the core's order
-    flat = tcs.FlatView(net)
-    theta_D = torch.empty(flat.dimension)
-    flat.read_(flat.views(theta_D))
-    return theta_D
-
+# numbers, and `_ND` for N such vectors.) The function `tcs.parameters_to_vector` returns all parameters of a network as one vector.
 
 # %%
 H = local_steps[-1]
@@ -171,7 +162,7 @@ config_H = dataclasses.replace(
     config, scheme=tcs.Scheme.named("FedAvg", local_steps=H), reference_batch=None
 )  # so that the rate is not scaled
 training = lab.Training(config_H, data)
-start_D = theta_of(training.flat.model)  # the server's model theta_t, (D,)
+start_D = tcs.parameters_to_vector(training.flat.model)  # the server's model theta_t, (D,)
 
 
 def batch(n, tau):  # client n's batch number tau, counted from the start of the first epoch
@@ -185,7 +176,7 @@ def small_steps(batches, eta):  # Alg. 1, lines 3 to 7: one step per batch
         sgd.zero_grad()
         F.cross_entropy(net(images), labels).backward()  # line 5
         sgd.step()  # line 6
-    return theta_of(net)  # line 7: push the model, (D,)
+    return tcs.parameters_to_vector(net)  # line 7: push the model, (D,)
 
 
 # %%
@@ -281,7 +272,7 @@ def large_step(batches, eta):  # one step with the average of all gradients at t
     for images, labels in batches:
         (F.cross_entropy(net(images), labels) / len(batches)).backward()
     torch.optim.SGD(net.parameters(), lr=eta, weight_decay=weight_decay).step()
-    return theta_of(net)
+    return tcs.parameters_to_vector(net)
 
 
 def gap_between(first_D, second_D):  # relative to the length of the second step

@@ -19,8 +19,10 @@ from tcs_lab.compare.command import add_arguments
 EXIT_CODES = """\
 exit codes:
   0    all went well
-  1    a run diverged, a run before a deadline failed, or a repeated run gave other numbers
-  2    no command, input that cannot be used, or too little memory or disk; stderr says what and why
+  1    a run diverged, a run before a deadline failed, a repeated run gave other numbers, or an
+       unexpected error, whose traceback is shown
+  2    no command, input that cannot be used, too little memory or disk, or a worker process that was
+       killed; stderr says what and why
   130  interrupted by Ctrl-C
   141  nobody reads what is printed, as after `| head`
   143  terminated by SIGTERM; all files on disk are whole"""
@@ -78,7 +80,7 @@ class _Version(argparse.Action):
 
 
 def command_line() -> argparse.ArgumentParser:
-    """The parser of all commands. What it returns has the command's name as `command`."""
+    """Return the parser of all commands. What it parses has the command's name as `command`."""
     parser = _Parser(
         prog="tcs", formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXIT_CODES,
         description="Time-Correlated Sparsification: make runs, see how far plans are, measure speed.",
@@ -131,17 +133,18 @@ def _add_runs(command: Command) -> None:
             help=f"YAML files of parameters, usually a {usual}; a later file wins over an "
             "earlier one (may be repeated)",
         )
-        only, instead = ("", " instead of those of the files") if add is run else ("only ", "")
+        instead = " instead of those of the files"
+        only, schemes = ("", instead) if add is run else ("only ", "")
         add(
             "--scheme",
             action="append",
-            help=f"make {only}the runs of this scheme{instead} (may be repeated)",
+            help=f"make {only}the runs of this scheme{schemes} (may be repeated)",
         )
         add(
             "--seed",
             action="append",
             type=int,
-            help=f"make {only}the runs with this seed{instead} (may be repeated)",
+            help=f"make the runs with this seed{instead} (may be repeated)",
         )
         add(
             "--jobs",
@@ -179,7 +182,8 @@ def _add_plans(command: Command) -> None:
         add("plan", metavar="PLAN", nargs="+",
             help="files like params/evidence_plan.yaml; FILE:STAGE names one stage of a file")  # fmt: skip
     queue("--jobs", type=int,
-          help="how many runs are made at once, in so many processes (default: 1; with --minutes: what the plan says)")  # fmt: skip
+          help="how many runs are made at once, in so many processes (default: 1). With --minutes, at most so many; "
+               "the plan says whether fewer get more done")  # fmt: skip
     status(
         "--jobs",
         type=int,
@@ -187,7 +191,7 @@ def _add_plans(command: Command) -> None:
         help="how many runs are made at once, for the estimate of the time (default: 1)",
     )
     queue("--minutes", type=float,
-          help="begin only runs that should end within this many minutes, and stop any that have not ended by then;  "
+          help="begin only runs that should end within this many minutes, and stop any that have not ended by then; "
                "several runs are made at once if the plan says that this is faster")  # fmt: skip
     queue("--pack", metavar="FILE",
           help="with --minutes: write a tar file of the new records after each run")  # fmt: skip

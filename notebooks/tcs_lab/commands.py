@@ -19,7 +19,6 @@ from typing import Any
 
 import pandas as pd
 
-from tcs_lab.__main__ import WHERE_OPTIONS
 from tcs_lab.compare.command import compare_command
 from tcs_lab.evidence.sensitivity import (
     read_sensitivity,
@@ -31,7 +30,7 @@ from tcs_lab.runs.checkpoints import checkpoint_path
 from tcs_lab.runs.deadline import Deadline
 from tcs_lab.runs.estimates import Expected, expect
 from tcs_lab.runs.jobs import Job, missing_jobs
-from tcs_lab.runs.parameters import check_parameter, plan, read_params, read_yaml
+from tcs_lab.runs.parameters import plan, read_params, read_yaml
 from tcs_lab.runs.plans import count_made, jobs_to_follow, plan_jobs, read_plan
 from tcs_lab.runs.queue import run_queue
 from tcs_lab.runs.records import compare_records, config_of, read_record, record_path
@@ -40,7 +39,7 @@ from tcs_lab.studies.bench import USUAL_PARTS, bench_table, run_benches
 from tcs_lab.support.errors import format_value, one_line, reject_unknown, shorten
 from tcs_lab.support.paths import ROOT
 from tcs_lab.tables.tables import plain_markdown, readable, summary
-from tcs_lab.training.configuration import RunConfig
+from tcs_lab.training.configuration import WHERE_KEYS, RunConfig
 
 
 def carry_out(arguments: argparse.Namespace) -> int:
@@ -113,7 +112,7 @@ def _make(
     table: Callable[[list[dict[str, Any]]], pd.DataFrame],
 ) -> int:  # fmt: skip
     """Make runs, and print the table of their records and which of them diverged."""
-    jobs = check_parameter("jobs", params.get("jobs", 1))
+    jobs = params.get("jobs", 1)
     if arguments.dry_run:
         count = len({config.digest for config in configs})
         left = expect(missing_jobs(map(Run, configs), arguments.results), arguments.results)
@@ -190,7 +189,7 @@ def _check_minutes(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--pack: got {arguments.pack}, allowed: only together with --minutes")
         return
     if not 0 < arguments.minutes < math.inf:
-        raise ValueError(f"--minutes: got {arguments.minutes:g}, allowed: a number above 0")
+        raise ValueError(f"--minutes: got {arguments.minutes:g}, allowed: a finite number above 0")
     files = dict.fromkeys(_file_and_stage(given)[0] for given in arguments.plan)
     if len(files) > 1:
         raise ValueError(f"PLAN: got {', '.join(files)}, allowed with --minutes: a single file")
@@ -310,21 +309,23 @@ def _check_count(option: str, value: int | None) -> Any:
 def repeat_record(arguments: argparse.Namespace) -> int:
     """Make a record's run again, from the record alone; exit code 1 if its numbers are different."""
     record, where = read_record(arguments.record), _set_params(arguments.set)
-    reject_unknown(where, WHERE_OPTIONS, "key of --set, which says where and how the run is made")
+    reject_unknown(
+        where, WHERE_KEYS - {"profile"}, "key of --set, which says where and how the run is made"
+    )
     config = config_of(record, **where)
     if arguments.dry_run:
         hours = record["provenance"]["wall_seconds"] / 3600
         print(f"1 run: about {hours:.2g} hours, the time that its record took")
         return 0
     left = checkpoint_path(config)
-    left.unlink(missing_ok=True)  # other code may have begun the run
     with contextlib.ExitStack() as stack:
-        stack.callback(left.unlink, missing_ok=True)  # if this run is stopped
         folder = arguments.results or stack.enter_context(tempfile.TemporaryDirectory())
         if (there := record_path(config, folder)).exists():
             raise ValueError(
                 f"--results: {there} exists, allowed: a folder that does not have this record"
             )
+        left.unlink(missing_ok=True)  # other code may have begun the run
+        stack.callback(left.unlink, missing_ok=True)  # if this run is stopped
         (made,) = run_all([config], folder)
     differences = compare_records(record, made)
     data = {one["provenance"]["fingerprint"] for one in (record, made)}

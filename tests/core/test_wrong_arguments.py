@@ -263,13 +263,13 @@ REFUSED = {
         lambda: tcs.layerwise_top_k_positions(VECTOR, 1, [4], None), "phi_min: got None"),
     "mask of an array": (lambda: tcs.positions_to_mask(ARRAY, 10), "positions: got a ndarray"),
     "mask of int32": (
-        lambda: tcs.positions_to_mask(POSITIONS.int(), 100), r"positions: got torch\.int32"),
+        lambda: tcs.positions_to_mask(POSITIONS.int(), 100), r"positions: got shape \(\d+,\) torch\.int32"),
     "k above D": (lambda: tcs.random_positions(101, 100, 0), r"k: got 101 .* from 0 to 100"),
     "k below 0": (lambda: tcs.random_positions(-1, 100, 0), "k: got -1"),
     "seed below 0": (lambda: tcs.random_positions(5, 100, -1), "seed: got -1 .* >= 0"),
     "codes of an array": (lambda: tcs.encode_positions(ARRAY, 16, 4), "positions: got a ndarray"),
     "a block of 1/phi": (
-        lambda: tcs.encode_positions(POSITIONS, 100, 1 / 0.01), "dimension, block: got 100, 100.0"),
+        lambda: tcs.encode_positions(POSITIONS, 100, 1 / 0.01), "block: got 100.0"),
     "bits of a list": (lambda: tcs.decode_positions([1, 0], 16, 4), "bits: got a list"),
     "block for a float": (lambda: tcs.block_for(3, 333.5), r"dimension: got 333\.5"),
     "block for too many": (lambda: tcs.block_for(400, 336), "count: got 400 .* from 0 to 336"),
@@ -289,8 +289,29 @@ REFUSED = {
         lambda: tcs.Message.of(VECTOR, POSITIONS, 5, quantizer="nope"), "quantizer: got 'nope'"),
     "width as text": (lambda: tcs.build_model("resnet8", "64"), "width: got '64'"),
     "no classes": (lambda: tcs.resnet18(4, classes=0), "classes: got 0"),
-    "sizes of floats": (lambda: tcs.Wire.up(SCHEME, [60.9, 40.9]), r"layer_sizes: got \(60\.9"),
+    "sizes of floats": (lambda: tcs.Wire.up(SCHEME, [60.9, 40.9]), r"layer_sizes: got \[60\.9"),
     "sizes below 0": (lambda: tcs.Wire.up("TCS", [-5]), "layer_sizes: got"),
+    "sizes of floats for a fair mask": (
+        lambda: tcs.layerwise_top_k_positions(torch.ones(4), 2, [2.0, 2.0], 0.1),
+        r"layer_sizes: got \[2\.0, 2\.0\], allowed: one or more whole numbers"),
+    "no sizes for a fair mask": (
+        lambda: tcs.layerwise_top_k_positions(torch.ones(0), 0, [], 0.1), r"layer_sizes: got \[\]"),
+    "sizes in a tensor of one number": (
+        lambda: tcs.Known("TCS", torch.tensor(100)), "layer_sizes: got 100 .* a list"),
+    "a position without a dimension": (
+        lambda: tcs.positions_to_mask(torch.tensor(3), 10), r"positions: got shape \(\) torch\.int64"),
+    "a tag below 0": (
+        lambda: tcs.encode_message(tcs.Message.dense_of(torch.ones(5)), tcs.Wire(32, "block", (5,)), -1),
+        "mask_tag: got -1"),
+    "a difference on another device": (
+        lambda: tcs.Compressor("TCS", [100], 2).step(torch.ones(2, 100, device="meta")),
+        "delta_D: got one on meta, allowed: one on cpu"),
+    "errors on another device": (
+        lambda: tcs.Client(tcs.Known("TCS", [100]), 0, torch.ones(100, device="meta")),
+        "errors_D: got one on meta, allowed: one on cpu"),
+    "keeps without a comma": (
+        lambda: type("Mine", (tcs.Client,), {"keeps": "momentum_D"})(tcs.Known("TCS", [9])).state_dict(),
+        r"Mine: keeps: got 'momentum_D' .* a tuple, such as \('momentum_D',\)"),
     "sizes of a number": (lambda: tcs.Known("TCS", 100), "layer_sizes: got 100 .* a list"),
     "20 bits": (lambda: tcs.Wire(20, "block", (5,)), "value_bits: got 20"),
     "no code": (lambda: tcs.Wire(32, "zip", (5,)), "code: got 'zip'"),
@@ -367,6 +388,11 @@ def test_positions_of_a_list_of_clients_do_not_make_a_round_dense():
             compressor.step(deltas_ND, clients=wrong)
     federation = small_federation(schedule=lambda t: tcs.Phase(0.1, 3))
     with pytest.raises(ValueError, match=r"^schedule: round 0: dense: got 3 "):
+        federation.round()
+    assert federation.t == 0
+    phase, wide = lambda t: tcs.Phase(0.1, mask_factor=0), tcs.Scheme.named("TCS", warmup_masks=10)
+    federation = small_federation(schedule=phase, scheme=wide)
+    with pytest.raises(ValueError, match=r"^schedule: round 0: mask_factor: got 0 .* 1 to 1000"):
         federation.round()
     assert federation.t == 0
 

@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,7 @@ def read_method_file(path: Path, name: str = "", source: bytes | None = None) ->
     return Method(usual, list_densities(usual), path, source)
 
 
-@cache
+@lru_cache(maxsize=1)  # of two versions of a file, the one that was asked for last is registered
 def _execute(path: Path, source: bytes) -> dict[str, str]:
     """Execute the source of a file, once. Return the families of schemes that it adds, each with the error
     that it has, or "". If the file fails, the families and rules that it registered are removed again."""
@@ -223,7 +223,6 @@ def _register_class(path: Path, name: str, kind: type, sha256: str) -> str:
     try:
         register_tensors(kind, name, file_sha256=sha256)
     except (Exception, SystemExit) as error:  # the method's own code can raise anything
-        FAMILIES.pop(name, None)
         sort = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         what = f"{sort}{one_line(error)}{_advice(error)}"
         return f"{path}{_line_in(path, error)}: {name}: {what}"

@@ -60,7 +60,7 @@ def probe_method(config: RunConfig, tcs: RunConfig, data: Data, turns: int = 15)
 
 @dataclass(frozen=True)
 class Played:
-    """What the last of the rounds in `play_rounds` was like. `bytes_up` are those of all clients together,
+    """What the fourth round in `play_rounds` was like. `bytes_up` are those of all clients together,
     and `clients` their number. `remark` says what looks like a mistake and is allowed."""
 
     bytes_up: int
@@ -130,7 +130,8 @@ def _refuse_shared_attributes(clients: Mapping[int, Client]) -> Iterator[None]:
     """Raise ValueError if attributes of a per-tensor method's class change, as a dictionary to which one
     side adds and from which the other side reads."""
     kinds = {type(c.side.instance) for c in clients.values() if isinstance(c, TensorClient)}
-    before = {kind: {name: repr(value) for name, value in vars(kind).items()} for kind in kinds}
+    bases = {base for kind in kinds for base in kind.__mro__ if base.__module__ == kind.__module__}
+    before = {kind: {name: repr(value) for name, value in vars(kind).items()} for kind in bases}
     yield
     for kind, attributes in before.items():
         changed = [
@@ -273,13 +274,9 @@ def _check_decoding(config: RunConfig, data: Data) -> bool:
     plain = Training(config, data)
     if any(isinstance(c, TensorClient) for c in plain.compressor.clients.values()):
         return True
-    pairs = zip(
-        _repeat_epoch(plain),
-        _repeat_epoch(Training(config, data, link=Link(unchanged))),
-        range(4),
-        strict=False,
-    )
+    coded = Training(config, data, link=Link(unchanged))
+    pairs = zip(range(4), _repeat_epoch(plain), _repeat_epoch(coded), strict=False)
     try:
-        return all(torch.equal(one, other) for one, other, _ in pairs)
+        return all(torch.equal(one, other) for _, one, other in pairs)
     except ValueError:
         return False

@@ -38,7 +38,8 @@ class Point:
         return self.up + self.down
 
     def without_start(self) -> Point:
-        """Return the same point as if its dense start had cost nothing."""
+        """Return the same point as if its dense start had cost nothing. Only `both` has a meaning there,
+        since `up` and `down` are reduced in proportion."""
         share = 1 - self.start / self.both if self.both else 1.0
         return replace(self, up=self.up * share, down=self.down * share, start=0.0)
 

@@ -138,7 +138,10 @@ def comparison_figure(scores: Scores, method: str = "") -> Any:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    others = {name: points for name, points in scores.stored.items() if name != method}
+    stars = [
+        point for point in scores.points if point.both > 0
+    ]  # centralized training sends nothing
+    others = {name: points for name, points in scores.stored.items() if name != method or not stars}
     with rc_context(LOOK):
         figure = Figure(figsize=(8.4, 5.2), layout="constrained")
         axes = figure.subplots()
@@ -146,7 +149,6 @@ def comparison_figure(scores: Scores, method: str = "") -> Any:
         best = find_front(p for points in others.values() for p in points if p.both > 0)
         axes.step([p.both for p in best], [p.accuracy for p in best], where="post", color="#666666",
                   linewidth=4, alpha=0.25, zorder=0)  # fmt: skip
-        stars = [point for point in scores.points if point.both > 0]
         for point in stars:
             axes.errorbar(point.both, point.accuracy, yerr=point.half, color="#000000", fmt="*",
                           markersize=13, capsize=4, zorder=5)  # fmt: skip
@@ -162,8 +164,7 @@ def comparison_figure(scores: Scores, method: str = "") -> Any:
         dark = text_colour(COLOURS[0])
         # the compared method comes first, so that its name has the best place
         label_points(axes, [*((p.scheme, p.both, p.accuracy, dark) for p in stars), *names])
-        known = "the known methods" if method else "Known methods"
-        what = f"{method} (stars) beside {known}" if method else known
+        what = f"{method} (stars) beside the known methods" if stars else "Known methods"
         confidence = f"bars: {scores.confidence:.0%} intervals"
         figure.suptitle(f"{what}\ngrey line: the fewest bytes for an accuracy; {confidence}")
     return figure

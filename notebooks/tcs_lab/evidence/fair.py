@@ -369,7 +369,7 @@ def compare_prediction(path: str | Path, results: str | Path | None = None) -> p
 
     `points` is the prediction, with `low` and `high` of its interval; `paper` is what the paper prints,
     and `measured` the difference to the Baseline in runs with the paper's settings, over `n` seeds (nan
-    and 0 as long as there are none). Two runs are compared if they have the same data.
+    and 0 as long as there are none). Two runs are compared if they have the same seed and data.
     """
     read, rows = read_params([path]), []
     base = _full_length_accuracies("Baseline", results)

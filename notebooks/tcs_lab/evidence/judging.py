@@ -141,7 +141,7 @@ def list_unmeasured(table: pd.DataFrame) -> str:
     """One line that lists the claims that we have not measured, and why where it is not for lack of
     records alone; "" if there are none."""
     rows = table[table["measured"].isna()]
-    if len(rows) == len(table):
+    if len(rows) == len(table) and rows["reason"].str.startswith("no records").all():
         return f"Not measured: none of {len(table)} claims has its records yet."
     each = [
         row.says if row.reason.startswith("no records") else f"{row.says} ({row.reason})"

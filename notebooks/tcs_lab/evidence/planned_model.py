@@ -247,8 +247,10 @@ def _unequal_gaps(
     one, why = _estimate(unequal, own, *pair, confidence)
     other, why_other = _estimate(equal, planned, *pair, confidence)
     gap, why_gap = Estimate(), why or why_other
+    seeds = [seed for seed in unequal.seeds(pair) if seed in equal.seeds(pair)]
+    if not why_gap and not seeds:
+        why_gap = "no seed in common with equal clients"
     if not why_gap:
-        seeds = [seed for seed in unequal.seeds(pair) if seed in equal.seeds(pair)]
         signs = {pair[0]: 1.0, pair[1]: -1.0}
         ours_SI, theirs_SI = own.gaps(signs, seeds), planned.gaps(signs, seeds)
         images = math.nan

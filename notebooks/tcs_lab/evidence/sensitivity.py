@@ -127,8 +127,8 @@ def sensitivity_table(
 ) -> pd.DataFrame:  # fmt: skip
     """Make a table with a row for every value (and scheme) of each setting, from the records that exist.
 
-    Only seeds count that all values of a setting have, so that no value is compared with luckier
-    seeds. Accuracies, over the seeds, are 0..1; a value with a diverged seed has no mean. Megabytes
+    If there are seeds that all values of a setting with records have, only these count, so that no
+    value is compared with luckier seeds. Accuracies, over the seeds, are 0..1; a value with a diverged seed has no mean. Megabytes
     are those of one client in the whole run, means over seeds; "warmup" is the part of both
     directions that the warm-up took.
     """
@@ -153,7 +153,8 @@ def best_values(found: Mapping[tuple[str, str], dict[str, dict[str, Any]]]) -> d
 
 
 def _of_common_seeds(found: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Keep of each point's records those with a seed that all points have, if there is such a seed."""
+    """Keep of each point's records those with a seed that all points with records have, if there is
+    such a seed."""
     seeds = [{r["config"]["seed"] for r in group.values()} for group in found.values() if group]
     common = set.intersection(*seeds) if seeds else set()
     return {

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pandas as pd
-from pydantic import BaseModel, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-from tcs_lab.evidence.claims import Claim, Claims, SchemeAtRate
+from tcs_lab.evidence.claims import Claim, Claims
 from tcs_lab.evidence.judging import (
     BY_CONSTRUCTION,
     SUPPORTED,
@@ -29,16 +29,11 @@ OUT_OF_SCOPE = "out of scope"
 # The file ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-class ExtraDifference(BaseModel, extra="forbid"):
+class ExtraDifference(Claim, extra="forbid"):
     """A difference of accuracies that params/claims.yaml does not have."""
 
-    first: SchemeAtRate
-    second: SchemeAtRate
-    at_least: FiniteFloat | None = None
-    more_than: FiniteFloat | None = None
-
-    def claim(self, says: str) -> Claim:
-        return Claim(says=says, measure="accuracy", **self.model_dump())
+    says: str = ""
+    measure: Literal["accuracy"] = "accuracy"
 
 
 class Sentence(BaseModel, extra="forbid"):
@@ -72,6 +67,11 @@ class Sentence(BaseModel, extra="forbid"):
             raise ValueError("shown: got none, allowed: one or more notebooks that show it")
         return self
 
+    @property
+    def names_judged(self) -> list[str]:
+        """The names of the claims that are made of `judged`."""
+        return [f"{self.where}, {self.says}, {number}" for number in range(len(self.judged))]
+
 
 class Sentences(BaseModel, extra="forbid"):
     """A file like params/sentences.yaml."""
@@ -90,10 +90,9 @@ def read_sentences(path: str | Path) -> list[Sentence]:
 def extra_claims(sentences: Iterable[Sentence], read: Claims) -> Claims | None:
     """Make claims of the differences that the file of claims does not have, named by sentence and
     number; None if there are none."""
-    extra = {
-        f"{s.where}, {s.says}, {number}": one.claim(s.says)
-        for s in sentences for number, one in enumerate(s.judged)
-    }  # fmt: skip
+    extra: dict[str, Claim] = {
+        name: one for s in sentences for name, one in zip(s.names_judged, s.judged, strict=True)
+    }
     return Claims(confidence=read.confidence, claims=extra) if extra else None
 
 
@@ -125,7 +124,7 @@ def sentences_table(
     row_of = {row["claim"]: row for row in found}
     rows = []
     for s in sentences:
-        names = [*s.claims, *(f"{s.where}, {s.says}, {n}" for n in range(len(s.judged)))]
+        names = [*s.claims, *s.names_judged]
         reject_unknown(names, row_of, f"claim ({s.where}: {s.says})")
         asked = [row_of[name] for name in names]
         parts = [(_describe(row), _word(row)) for row in asked]

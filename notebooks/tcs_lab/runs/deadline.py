@@ -37,9 +37,10 @@ def next_to_start(
     """Choose which of the `waiting` runs to begin now: its index in the list, or None.
 
     `running` and `waiting` are the work of the runs that have begun and of those that have not, in
-    the order in which they are wanted; `seconds` are left. This is the first run with which all of them end in
-    time, including those that have begun; None if one more at once would get less done. A run that does
-    not fit is passed over: after the others have ended it would fit even less.
+    the order in which they are wanted; `seconds` are left. Chosen is the first waiting run with which all
+    runs, including those that have begun, end within `seconds`. None if no run fits, or if one more at
+    once would get less done. A run that does not fit is passed over: after the others have ended it would
+    fit even less.
     """
     if len(running) < most_at_once(sharing):
         for place, work in enumerate(waiting):

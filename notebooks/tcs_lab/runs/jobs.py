@@ -7,7 +7,6 @@ how it is made. Beside it stands a class of stages, with which a plan can ask fo
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -67,7 +66,7 @@ class Job(ABC):
 
     @property
     def digest(self) -> str:
-        """A short name that no other job has."""
+        """A short name of the identity. Jobs whose records lie in different folders may share it."""
         named = json.dumps([type(self).__name__, self.identity], sort_keys=True)
         return hashlib.sha256(named.encode()).hexdigest()[:10]
 
@@ -101,9 +100,8 @@ class Job(ABC):
         """How many parts a checkpoint holds."""
         return 0
 
-    def forget(self) -> None:
+    def forget(self) -> None:  # noqa: B027
         """Remove what was kept of the job before its record was written. By default that is nothing."""
-        return
 
     def read(self, results: str | Path | None = None) -> Record:
         """Read the job's record; ValueError names the file and what is wrong with it."""
@@ -158,11 +156,12 @@ def make_job(
 
 
 def _make_alone(job: Job, results: str | Path | None, tell: Tell) -> Record | None:
-    with contextlib.ExitStack() as until:
-        if not job.is_made(results) and not until.enter_context(hold_lock(job.lock(results))):
-            return None
-        if not job.is_made(results):  # perhaps made a moment ago
-            return make_anew(job, results, tell)
+    if not job.is_made(results):
+        with hold_lock(job.lock(results)) as is_mine:
+            if not is_mine:
+                return None
+            if not job.is_made(results):  # perhaps made a moment ago
+                return make_anew(job, results, tell)
     return read_jobs([job], results)[0]
 
 

@@ -125,14 +125,15 @@ def given_notebook_params(namespace: dict[str, Any]) -> dict[str, Any]:
 def check_notebook_params(namespace: dict[str, Any], beyond: Iterable[str] = ()) -> None:
     """Raise ValueError for a name that has been assigned like a parameter and is none.
 
-    papermill only warns if its caller gives a name that is not in the notebook's cell of parameters.
-    A reader adds a name to this cell, or to another one between it and the cell that calls this:
-    it is a parameter if the notebook, as it lies in its file, uses it anywhere. The names `beyond`
-    are parameters in any case. From here on the notebook's errors are one line.
+    papermill only warns about a name that is not in the notebook's cell of parameters; here such a
+    name is refused. A name that the reader adds in this cell, or in a cell of assignments below it,
+    counts as a parameter if the notebook's file uses that name anywhere. The names `beyond` are
+    parameters in any case. From here on the notebook's errors are one line.
     """
     short_errors()
+    beyond = set(beyond)
     injected, defaults = _papermill_names(namespace)
-    reject_unknown(injected, defaults | set(beyond), "parameter")
+    reject_unknown(injected, defaults | beyond, "parameter")
     *before, running = namespace.get("In") or [""]
     if (used := _used_names(running)) is None:
         return
@@ -141,7 +142,7 @@ def check_notebook_params(namespace: dict[str, Any], beyond: Iterable[str] = ())
         if not _only_assigns(cell):
             break
         assigned |= _assigned_names(cell)
-    reject_unknown(assigned, assigned & used | set(beyond), "parameter")
+    reject_unknown(assigned, assigned & used | beyond, "parameter")
 
 
 def _used_names(cell: str) -> set[str] | None:

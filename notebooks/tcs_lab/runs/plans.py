@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,9 +71,12 @@ class Tuning(BaseModel, extra="forbid"):
 
     @model_validator(mode="after")
     def _is_fair(self) -> Tuning:
-        chosen = {i for start, end in self.choose_on for i in range(start, end)}
-        scored = {i for start, end in self.score_on for i in range(start, end)}
-        if both := chosen & scored:
+        both = [
+            max(chosen[0], scored[0])
+            for chosen, scored in itertools.product(self.choose_on, self.score_on)
+            if max(chosen[0], scored[0]) < min(chosen[1], scored[1])
+        ]
+        if both:
             raise ValueError(
                 f"score_on: got image {min(both)}, which is in choose_on, too; allowed: other images"
             )
@@ -325,7 +329,7 @@ def _read_planning(
         if key in changes:
             raise ValueError(f"{key}: got {format_value(changes[key])}, allowed: {allowed}")
     if read.profile is not None:
-        profile = {"learning_rate": 0.5} | read_params([Path(path).parent / read.profile])
+        profile = read_params([Path(path).parent / read.profile])
     elif changes:
         given = ", ".join(map(shorten, sorted(changes)))
         raise ValueError(

@@ -62,7 +62,8 @@ class Progress:
             self.line.clear()
 
     def show_row(self, digest: str, row: dict[str, Any]) -> None:
-        """Show a row. One that another process sent before its job was counted may come late."""
+        """Show a row. A worker's row may arrive after its job has been counted as ended; it is then
+        ignored."""
         with self.lock:
             if digest in self.left:
                 self.left[digest] -= 1

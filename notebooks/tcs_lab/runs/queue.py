@@ -60,11 +60,11 @@ def _plan_anew(
     Another process may write a record while `planned` is reading. So if nothing is missing, this plans
     again until the jobs stay the same.
     """
-    before, wanted = None, list(planned())
-    while not (missing := missing_jobs(wanted, results)) and before != (
-        now := {job.path(results) for job in wanted}
-    ):
-        before, wanted = now, list(planned())
+    wanted = list(planned())
+    while not (missing := missing_jobs(wanted, results)):
+        before, wanted = wanted, list(planned())
+        if {job.path(results) for job in before} == {job.path(results) for job in wanted}:
+            break
     return wanted, missing
 
 

@@ -153,10 +153,14 @@ class Run(Job):
     @classmethod
     def facts(cls, record: Record, path: Path) -> Mapping[str, Any]:
         check_record(record, path)
-        facts = {"profile": path.parents[1].name, "status": record["status"]}
-        scheme = {"digest": record["digest"], "scheme": record["config"]["scheme"]["name"]}
-        usual = {key: getattr(RunConfig, key) for key in RUN_KEYS - WHERE_KEYS}  # of older records
-        return usual | record["config"] | facts | scheme
+        # Records before a setting existed have its default. (A record's `learning_rate` is that of
+        # centralized training, too.)
+        settings = RUN_KEYS - WHERE_KEYS - {"centralized_learning_rate"}
+        usual = {key: getattr(RunConfig, key) for key in settings}
+        return usual | record["config"] | {
+            "profile": path.parents[1].name, "status": record["status"],
+            "digest": record["digest"], "scheme": record["config"]["scheme"]["name"],
+        }  # fmt: skip
 
 
 def _check_data(record: Record, config: RunConfig, path: Path) -> None:

@@ -156,12 +156,14 @@ def _make_one(job: Job, results: str | Path | None, told: Path, parent: int) -> 
 
 
 def _portable(error: Exception) -> Exception:
-    """The error as it can be sent to another process, with its traceback as a note."""
-    error.add_note(f"in a worker process:\n{''.join(traceback.format_exception(error))}")
+    """Return the error as it can be sent to another process, with its traceback as a note."""
+    note = f"in a worker process:\n{''.join(traceback.format_exception(error))}"
     try:
-        return pickle.loads(pickle.dumps(error))
+        sent: Exception = pickle.loads(pickle.dumps(error))
     except Exception:  # classes of errors may take other arguments than they keep
-        return RuntimeError(f"{type(error).__name__}: {one_line(error)}")
+        sent = RuntimeError(f"{type(error).__name__}: {one_line(error)}")
+    sent.add_note(note)
+    return sent
 
 
 def _teller(told: Path, digest: str) -> Callable[[dict[str, Any]], None]:

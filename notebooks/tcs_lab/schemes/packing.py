@@ -97,7 +97,8 @@ def _from_numpy(array: np.ndarray) -> Tensor:
 
 
 def unpack(data: bytes, context: Context | None = None) -> Any:
-    """Return the value that `pack` made bytes of. Raises ValueError for other bytes."""
+    """Return the value that `pack` made bytes of. For other bytes, raises ValueError, or what struct,
+    torch and Python raise for them."""
     value, end = _read(data, 0, context)
     if end != len(data):
         raise ValueError(

@@ -12,6 +12,8 @@ context become bytes, and it reads them from these bytes. So a method must not s
 as a variable of its module or of its class, between the two sides. (`tcs compare` refuses attributes of a
 class that change; variables of a module it does not see.)
 
+A difference with an entry of 1e6 or more counts as not finite, because the training is diverging.
+
 If `compress` returns None as the context, `decompress` gets the `Context` that both sides know: name,
 shape, dtype. Otherwise it gets what `compress` returned, which is sent and counted. A part of it that
 equals the parameter's name, shape, number of entries or dtype takes one byte. If the context, and the
@@ -40,7 +42,7 @@ import random
 import reprlib
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -127,13 +129,20 @@ class TensorRule(Dense):
 
 @dataclass(frozen=True, eq=False)
 class TensorMessage(Message):
-    """A message with a payload, which only the receiver's instance of the method can decode. Until
-    then its values are zeros, and `add_to_` raises ValueError."""
+    """A message with a payload, which only the receiver's instance of the method can decode.
+
+    A receiver sets `decode`, which `add_to_` calls. Without it, values are zeros, and `add_to_` raises
+    ValueError, unless `is_decoded`: then the values are those of the payload already.
+    """
 
     payload: bytes = b""
     is_decoded: bool = False
+    decode: Callable[[], Tensor] | None = None
 
     def add_to_(self, sum_D: Tensor, shared_K: Tensor | None, weight: float = 1.0) -> None:
+        if self.decode is not None:
+            Message(self.decode(), self.positions).add_to_(sum_D, shared_K, weight)
+            return
         if not self.is_decoded:
             what = "a message of a class with `downlink = True` cannot be read from its bytes"
             raise ValueError(f"{what}, allowed: no wire, or a class without `downlink`")
@@ -208,7 +217,6 @@ class Side:
     def decompress(self, payload: bytes, round: int) -> Tensor:
         """Return what the method makes of the payload of the other side, (D,)."""
         contexts, headers, at = self._read_headers(payload)
-        self.headers = headers
         vector_D = torch.empty(self.rule.dimension, dtype=torch.float32)
         views = self.rule.views(vector_D)
         with self._fix_seeds(round):
@@ -220,6 +228,7 @@ class Side:
                 if not view.isfinite().all():
                     got = "got NaN or infinity, allowed: finite numbers"
                     raise ValueError(f"decompress: {context.name}: {got}")
+        self.headers = headers
         return vector_D
 
     def _read_headers(self, payload: bytes) -> tuple[list[Context], list[bytes], int]:
@@ -281,7 +290,10 @@ class Side:
         if _has_state_dict(self.instance):
             self.instance.load_state_dict(read["kept"])
         else:
-            vars(self.instance).update(read["kept"])
+            now = vars(self.instance)
+            for name in now.keys() - read["kept"].keys() - self.first_attributes.keys():
+                del now[name]  # it is younger than the state
+            now.update(read["kept"])
 
 
 _ALLOWED = (
@@ -395,6 +407,8 @@ def register_tensors(kind: type, name: str, **identity: Any) -> None:
         raise ValueError(f"{kind.__name__}: densities: got {got}, allowed: {allowed}")
     densities: list[Any] = [()] if given is None else [(density,) for density in given]
     names = [name, *(f"{name}-{density:g}" for (density,) in densities[1:])]
+    for arguments in densities:
+        _instance(kind, arguments)  # before anything is registered: can it be made?
     for one, arguments in zip(names, densities, strict=True):
         makes = partial(_instance, kind, arguments)  # its name is part of the digests of runs
         attributes = {
@@ -408,7 +422,6 @@ def register_tensors(kind: type, name: str, **identity: Any) -> None:
             error_accumulation=bool(getattr(kind, "error_feedback", False)),
             dense_warmup=bool(getattr(kind, "dense_warmup", False)),
         )(rule)  # fmt: skip
-        Side(rule(Scheme.named(one), [1]), "trial")  # can it be made?
 
 
 def _instance(kind: type, arguments: tuple[Any, ...]) -> Any:
@@ -447,8 +460,10 @@ class TensorClient(Client):
         return TensorMessage.of_payload(payload, known.dimension, self.number, known.round)
 
     def arrived(self, received: Message | None = None) -> None:
+        is_dense = self.in_flight is not None and self.in_flight.dense
         super().arrived(received)
-        self.side.has_arrived = True
+        if not is_dense:  # which has no headers
+            self.side.has_arrived = True
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"method": self.side.state()}
@@ -489,7 +504,13 @@ class TensorDownlink(Client):
         return super().state_dict() | {"method": [self.side.state(), self.twin.state()]}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        for part in state.get("method", [None]):
+        parts = state.get("method")
+        if not isinstance(parts, list) or len(parts) != 2:
+            got = f"{len(parts)} states" if isinstance(parts, list) else type(parts).__name__
+            raise ValueError(
+                f"state: method: got {got}, allowed: those of the server and the clients"
+            )
+        for part in parts:
             _check_method_state(part)
         super().check_state({key: value for key, value in state.items() if key != "method"})
 
@@ -510,9 +531,9 @@ class TensorServer(Server):
 
     def add(self, number: int, message: Message) -> None:
         if isinstance(message, TensorMessage):
-            self.known.check_message(message, number)
-            values_D = self._twin(number).decompress(message.payload, self.known.round)
-            message = Message(values_D, message.positions, number, self.known.round)
+            payload, now = message.payload, self.known.round
+            decode = lambda: self._twin(number).decompress(payload, now)  # noqa: E731
+            message = replace(message, decode=decode)  # which `Server.add` calls after its checks
         super().add(number, message)
 
     def _twin(self, number: int) -> Side:
@@ -524,9 +545,11 @@ class TensorServer(Server):
         return super().state_dict() | {"twins": {n: t.state() for n, t in self.twins.items()}}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        for part in state.get("twins", {}).values():
+        super().check_state({key: value for key, value in state.items() if key != "twins"})
+        if not isinstance(state.get("twins"), dict):
+            raise ValueError("state of Server: twins: got none, allowed: a dictionary of states")
+        for part in state["twins"].values():
             _check_method_state(part)
-        super().check_state(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -540,6 +563,9 @@ def _check_method_state(part: Any) -> None:
         got = "none" if part is None else f"a {type(part).__name__}"
         raise ValueError(f"state: method: got {got}, allowed: the uint8 tensor that was saved")
     try:
-        unpack(part.cpu().numpy().tobytes())
+        read = unpack(part.cpu().numpy().tobytes())
     except Exception as error:  # bytes that were not made here: struct and torch raise many kinds
         raise ValueError(f"state: method: got bytes that cannot be read ({error})") from None
+    if not isinstance(read, dict) or read.keys() != {"said", "kept"}:
+        got = f"the bytes of a {type(read).__name__}"
+        raise ValueError(f"state: method: got {got}, allowed: the uint8 tensor that was saved")

@@ -84,11 +84,6 @@ class FrontierStage(GPTSettings, Stage):
             raise ValueError(
                 f"tuning: rates: got none for {min(missing)}, allowed: a list for each optimizer"
             )
-        for name in (scheme for schemes in self.corrected.values() for scheme in schemes):
-            if not isinstance(self.schemes.get(name), HookScheme):
-                raise ValueError(
-                    f"corrected: got {name}, allowed: a scheme with phi_global and phi_local"
-                )
         return self
 
     def check(self, plan: Plan) -> None:
@@ -99,6 +94,11 @@ class FrontierStage(GPTSettings, Stage):
         if first is None or not {"dense", "PowerSGD", "top-K", "TCS"} <= kinds:
             got = f"stage {self.stage}: chosen_from: got {self.chosen_from}"
             raise ValueError(f"{got}, allowed: a stage that trains dense, PowerSGD, top-K and TCS")
+        if len(self.optimizers) != 1 or self.optimizers[0] not in first.optimizers:
+            got = f"stage {self.stage}: optimizers: got {', '.join(self.optimizers)}"
+            raise ValueError(
+                f"{got}, allowed with chosen_from: one of {', '.join(first.optimizers)}"
+            )
 
     def _find_first(self, plan: Plan) -> FrontierStage | None:
         stages = (s for s in plan.stages if isinstance(s, FrontierStage))
@@ -255,8 +255,9 @@ class FrontierTraining(HookTraining):
         train, validation = split_text()
         return Windows(self.stage, self.seed, train, validation if self.is_sweep else None)
 
-    def seconds_alone(self, results: str | Path | None = None) -> float | None:
-        return 60 * self.stage.minutes
+    @property
+    def minutes(self) -> float:  # type: ignore[override]
+        return self.stage.minutes
 
 
 def split_text() -> tuple[list[Tensor], list[Tensor]]:
@@ -305,7 +306,8 @@ class Frontier:
 
     @property
     def known(self) -> list[Setup]:
-        """All setups with a training that scores, in the order of the plan."""
+        """All setups with a training that scores, in the order of the plan. Those with a diverged
+        training are left out."""
         there = {setup for setup, _ in self.losses}
         return [setup for setup in self.setups if setup in there]
 

@@ -75,7 +75,7 @@ class Net:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Net:
-        """Return the net of a row or of a stage. Rows of linear nets do not name the kind."""
+        """Return the net of a row. Rows of linear nets do not name the kind."""
         return cls(row["layers"], row["width"], row.get("net", "linear"))
 
     @property

@@ -87,7 +87,11 @@ class Loopback:
         ]
         more = ["--simulation"] if self.simulated else []
         self.start("link", "flower-superlink", *words, *more)
-        self._wait_for_link()
+        try:
+            self._wait_for_link()
+        except BaseException:  # Python does not call __exit__ then
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -110,17 +110,23 @@ class Node(Participant):
 
     The file is read memory-mapped and replaced whole, so that a node that was killed goes on with the
     old one or with the new one. With the file of another run, it begins anew. `mark` is the checksum of
-    the file that the node remembers, "" if it was restarted. Raises ValueError if the file is neither
-    that one nor a later one.
+    the file that the node remembers, "" if it was restarted. Raises ValueError if the file cannot be read,
+    or is neither that one nor a later one.
     """
 
     def __init__(self, job: FederatedJob, number: int, path: Path, run: int = 0, mark: str = ""):
         super().__init__(job)
         self.path, self.run, self.message = path, run, b""
         self.marks: list[str] = []  # of the last files, the newest at the end
-        state = torch.load(path, mmap=True, weights_only=True) if path.exists() else {}
-        goes_on = state.get("run") == run
-        errors_D = state["client"]["errors_D"] if goes_on else None  # mapped, and copied on write
+        try:
+            state = torch.load(path, mmap=True, weights_only=True) if path.exists() else {}
+            goes_on = state.get("run") == run
+            errors_D = (
+                state["client"]["errors_D"] if goes_on else None
+            )  # mapped, and copied on write
+        except Exception as error:  # torch and pickle raise many kinds for a damaged file
+            what = f"{path}: is not a usable file of a client ({type(error).__name__})"
+            raise ValueError(f"{what}; delete it to begin this client anew") from error
         client_type = self.known.rule.client_type or tcs.Client
         self.client = client_type(self.known, number, errors_D)
         if goes_on:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import pandas as pd
 import torch
@@ -24,6 +24,7 @@ from tcs_lab.runs.jobs import Job, Tell
 from tcs_lab.runs.plans import Planning, Stage, read_plan, widen_search
 from tcs_lab.runs.records import Record, git_state, provenance, results_folder
 from tcs_lab.studies.power_sgd import PowerSGD
+from tcs_lab.support.errors import reject_unknown
 from tcs_lab.support.paths import ROOT
 from tcs_lab.tables.analysis import Comparison, Estimate
 from tcs_lab.tasks.images import generator_for
@@ -95,8 +96,20 @@ class GPTSettings(BaseModel):
     momentum: Annotated[float, Field(ge=0, lt=1)]
     beta_2: Annotated[float, Field(ge=0, lt=1)]
     schemes: Mapping[str, HookScheme | PowerSGDScheme | None]
-    optimizers: list[str]
+    optimizers: Annotated[list[Literal["AdamW", "SGD", "momentum"]], Field(min_length=1)]
     corrected: dict[str, list[str]]
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> GPTSettings:
+        if self.schemes and self.schemes.get("dense", "") is not None:
+            raise ValueError("schemes: got no `dense` that is null, allowed: one, to compare with")
+        reject_unknown(self.corrected, self.optimizers, "optimizer in corrected")
+        for name in (scheme for schemes in self.corrected.values() for scheme in schemes):
+            if not isinstance(self.schemes.get(name), HookScheme):
+                raise ValueError(
+                    f"corrected: got {name}, allowed: a scheme with phi_global and phi_local"
+                )
+        return self
 
     @property
     def steps(self) -> int:
@@ -129,9 +142,6 @@ class HookStage(GPTSettings, Stage):
             raise ValueError(
                 f"sweep: rates: got none for {min(missing)}, allowed: a list for each optimizer"
             )
-        for name in (scheme for schemes in self.corrected.values() for scheme in schemes):
-            if self.schemes.get(name) is None:
-                raise ValueError(f"corrected: got {name}, allowed: a scheme that is not dense")
         return self
 
     def plan_jobs(self, planning: Planning) -> list[HookTraining]:
@@ -219,7 +229,8 @@ class HookTraining(Job):
         return results_folder("hook", results) / self.stage.stage / name
 
     def make(self, tell: Tell = None) -> Record:
-        """Train on one thread. The record has the test losses, which are None after a divergence."""
+        """Train on one thread. The record has the test losses; one that is not finite is None. After a
+        gradient that is not finite, the training ends."""
         git_state()  # read now, since the code may be edited during the training
         windows, losses = self.make_windows(), list[list[Any]]()
         ends = [time.perf_counter()]

@@ -43,7 +43,8 @@ def one_line(error: BaseException) -> str:
 
 def reject_unknown(given: Iterable[Any], known: Iterable[str], what: str) -> None:
     """Raise ValueError if `given` has entries that are not `known`; it lists both. `what` names one."""
-    unknown = sorted(k if isinstance(k, str) else format_value(k) for k in set(given) - set(known))
+    known = set(known)
+    unknown = sorted(k if isinstance(k, str) else format_value(k) for k in set(given) - known)
     if unknown:
         listed = ", ".join(map(shorten, unknown[:20]))
         # a name with a comma in it would look like several

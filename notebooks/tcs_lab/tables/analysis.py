@@ -134,7 +134,9 @@ class Estimate:
     n: int = 0
     seeds: float = math.nan  # variance that comes from seeds
     images: float = math.nan  # and from images; nan where outcomes were not kept
-    residual_freedom: float = 0  # a whole number, except for a difference of two estimates
+    residual_freedom: float = (
+        0  # a whole number, except where two deviations or estimates are combined
+    )
     confidence: float = 0.95
     bootstrap: float = math.nan  # half-width
 

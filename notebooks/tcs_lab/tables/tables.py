@@ -34,11 +34,11 @@ def with_every_seed(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def bits_per_parameter(record: dict[str, Any]) -> dict[str, float]:
-    """The measured traffic of a run, in bits per parameter and local iteration.
+    """Return the measured traffic of a run, in bits per parameter and local iteration.
 
     "uplink" and "downlink" leave the warm-up out, as the paper does; "... with warm-up" include it.
-    The values are nan for centralized training, which sends nothing, and for a run that ends with
-    its warm-up.
+    All values are nan for centralized training, which sends nothing. The first two are nan for a run
+    that ends with its warm-up.
     """
     scheme, dimension = record["config"]["scheme"], record["dimension"]
     names = ("uplink", "downlink")
@@ -152,7 +152,7 @@ def summary(
     `paper` maps a scheme's name to its accuracy in percent, standard deviation and bit budget (None
     where the paper has none). A scheme with diverged seeds has no mean; `diverged` counts them.
     Differences are paired by seed, over `difference_n` common seeds, with Student's interval, unless
-    `gaps` has them by scheme (what `evidence.estimate_gaps` gives); the paper's have Welch's interval.
+    `gaps` has them by scheme (what `evidence.planned_model.estimate_gaps` gives); the paper's have Welch's interval.
     Raises ValueError for two runs of one scheme and seed, since these have different settings.
     """
     configs = {config.scheme.name: config.identity() for config in planned}

@@ -1,7 +1,8 @@
 """The verdicts of notebooks as data: each notebook writes results/verdicts/<notebook>.json.
 
-A notebook writes its file when it runs to its end with its own parameters. Sentences about the
-paper and README read these files; nobody reads what a notebook has printed.
+A notebook that is run with its own parameters replaces its file, if there is one for these parameters.
+(tests/execute_notebooks.py makes the first one.) Sentences about the paper and README read these files;
+nobody reads what a notebook has printed.
 """
 
 from __future__ import annotations

@@ -14,13 +14,14 @@ import numpy as np
 
 import tcs_core as tcs
 from tcs_lab.runs.parameters import read_literals
-from tcs_lab.support.errors import text_hint, to_python, validate
+from tcs_lab.support.errors import reject_unknown, text_hint, to_python, validate
 from tcs_lab.tables.tables import CONFIDENCE, half_interval
 from tcs_lab.tables.verdicts import (
     CONTRADICTED,
     NOT_MEASURED,
     OPEN,
     SUPPORTED,
+    WORDS,
     read_verdicts,
     write_verdicts,
 )
@@ -125,7 +126,9 @@ class Statements:
         self.judge(text, word, numbers)
 
     def judge(self, text: str, word: str, numbers: str = "") -> None:
-        """Print and keep a verdict that may come out either way, such as one on the paper."""
+        """Print and keep a verdict that may come out either way, such as one on the paper. Raises ValueError for
+        any other word than those of verdicts."""
+        reject_unknown([word], WORDS, "verdict")
         self.words[text] = word
         print(f"{bold(word)}: {text}" + (f" ({numbers})" if numbers else ""))
 

@@ -40,7 +40,7 @@ class Bf16Convolutions(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is not torch.conv2d:
+        if func is not torch.conv2d or kwargs or len(args) < 3:  # nn.Conv2d gives all by position
             return func(*args, **(kwargs or {}))
         x, weight, bias, *geometry = args
         with torch.autocast("cpu", enabled=False):

@@ -69,8 +69,9 @@ class GraphRounds:
 
     In place of a round's number, the feed gets a tensor. It counts from the first of the rounds that
     the feed was last told to `hold`, whose samples are in tensors that keep their memory. `watched_T2`
-    has the two numbers that `watch` counts in each round. It also sees the trial rounds before a
-    capture, so that its numbers for the first round after one mean nothing.
+    has the two numbers that `watch` counts in each round. An `UpdateWatch` also sees the trial rounds
+    before a capture, so that its numbers for the first round after one mean nothing. (Its `row` leaves
+    that round out.)
 
     Raises ValueError for a federation with an optimizer, whose state a capture would change.
     """
@@ -97,7 +98,7 @@ class GraphRounds:
         self.link = DeferredLink(federation.compressor.known)
         self.watched_T2 = torch.zeros(most, 2, dtype=torch.float64, device=device)
         self.graph: Any = None
-        # in memory, of the tensors with which the graph was captured
+        # the memory addresses of the tensors with which the graph was captured
         self.addresses: list[int] = []
 
     def is_ready(self, rounds: range) -> bool:
@@ -113,10 +114,12 @@ class GraphRounds:
     def play(self, rounds: range) -> list[Traffic]:
         """Play these rounds. Return the traffic of each.
 
-        Raises NotFiniteError, with the round as `error.round`, after the last round. What was computed
-        is then void, and the federation refuses all calls until a state is loaded.
+        Raises NotFiniteError, with the round as `error.round`, after the last round (on a CPU, at once).
+        What was computed is then void, and the federation refuses all calls until a state is loaded; so
+        does this one, with ValueError.
         """
         federation, known = self.federation, self.federation.compressor.known
+        federation.check_usable("play")
         before = known.round
         trainer, everyone = federation.trainer, list(range(federation.clients))
         trainer.read_module()
@@ -131,10 +134,12 @@ class GraphRounds:
         known.round = before + len(rounds)
         for index, n in (~self.finite_TN[: len(rounds)]).nonzero().tolist()[:1]:
             error = NotFiniteError(n if n < federation.clients else SERVER)
-            error.happened_in(rounds[index])
+            error.round = rounds[index]
             raise error
         federation.is_whole = True
-        return [self._traffic(explored) for explored in self.explored_T[: len(rounds)].tolist()]
+        played = [self._traffic(explored) for explored in self.explored_T[: len(rounds)].tolist()]
+        federation.compressor.traffic = played[-1]
+        return played
 
     def _traffic(self, explored: int) -> Traffic:
         """Return the traffic of a round in which clients chose so many entries themselves."""

@@ -48,10 +48,17 @@ def uses_side_by_side(config: RunConfig) -> bool:
 
 class GroupedPasses:
     """The passes of a net for images (B, 3, h, w). The clients' channels lie side by side, (B, N C, h, w),
-    and those of a client are a group of every convolution; norms treat each channel apart anyway."""
+    and those of a client are a group of every convolution; norms treat each channel apart anyway.
+
+    The net may consist of convolutions, batch norms, linear layers with bias, and layers without
+    parameters. Raises ValueError for a linear layer without bias, for a batch norm with another momentum
+    than PyTorch's default, and for a loss without `scores` and `each` (see `CrossEntropy`).
+    """
 
     def __init__(self, trainer: LocalTrainer):
         self.trainer, self.clients = trainer, 0
+        if any(isinstance(m, nn.Linear) and m.bias is None for m in trainer.model.modules()):
+            raise ValueError("model: got a Linear without bias, allowed with SideBySide: with bias")
         self.net = copy.deepcopy(trainer.model).train()
         which = {
             id(p): i for i, p in enumerate(p for p in self.net.parameters() if p.requires_grad)
@@ -76,6 +83,10 @@ class GroupedPasses:
                 vars(module)["forward"] = self._norm(module)
             elif isinstance(module, nn.Linear):
                 vars(module)["forward"] = self._linear(module)
+        if not (hasattr(trainer.loss, "scores") and hasattr(trainer.loss, "each")):
+            got = getattr(trainer.loss, "__name__", type(trainer.loss).__name__)
+            way = "one with `scores` and `each`, such as tcs_lab.training.training.CrossEntropy"
+            raise ValueError(f"loss: got {got}, allowed with SideBySide: {way}")
 
     def __call__(self, theta: Tensor, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         images, labels_NB = batch  # (N, B, 3, h, w)

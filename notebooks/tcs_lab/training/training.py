@@ -294,12 +294,11 @@ class Training:
         the unused training images are tested too, and "right" has a flag for each image that says
         whether it was classified right (see `pack_flags`).
         """
-        average_S = self.statistics_NS[self.active].mean(0)
         starts = range(0, self.feed.test_count(last), _EVALUATED_AT_ONCE)
         parts = [slice(start, start + _EVALUATED_AT_ONCE) for start in starts]
         trainer = self.federation.trainer
         each = trainer.each if isinstance(trainer, ClientThreads) else map
-        with self.federation.evaluated(average_S):
+        with self.federation.evaluated():
             evaluated = list(each(self._evaluate_part, parts))
         right = torch.cat([right for _, right in evaluated]).cpu()
         loss = sum(loss for loss, _ in evaluated) / len(right)

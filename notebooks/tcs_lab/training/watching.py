@@ -76,7 +76,8 @@ class MaskWatch:
 
     "mask_overlap" is the share of its entries that were in it a round before, over the rounds of an
     epoch. A mask that does not follow the updates has no such number, and a round in which the size of
-    the mask changes does not count.
+    the mask changes does not count. For "stale", these are the newest masks, which are used some rounds
+    later.
     """
 
     def __init__(self, known: Known):

@@ -108,6 +108,72 @@ def test_a_link_that_is_none():
 
 @pytest.mark.parametrize("error", [tcs.NotFiniteError(3), tcs.MessageError(tcs.SERVER, "late")])
 def test_an_error_comes_back_from_another_process(error):
-    error.happened_in(5)
+    error.round = 5
     back = pickle.loads(pickle.dumps(error))
     assert type(back) is type(error) and str(back) == str(error) and vars(back) == vars(error)
+
+
+def test_errors_stay_if_a_link_spoils_the_update():
+    """Nothing has overflowed, so all clients keep what they meant to send."""
+
+    class Spoils(tcs.Link):
+        def to_clients(self, server):
+            update_D, bits = super().to_clients(server)
+            return update_D / 0, bits
+
+    made = tcs.Compressor("TCS", [100], 2, link=Spoils())
+    with pytest.raises(tcs.MessageError, match=r"^server: update_D: got NaN or infinity"):
+        made.step(torch.ones(2, 100))
+    assert torch.equal(made.errors_ND, torch.ones(2, 100))
+
+
+def test_a_server_that_leaves_a_message_out_counts_the_others_alone(monkeypatch, registry):
+    class Picks(tcs.Server):
+        def add(self, number, message):
+            if number != 1:
+                super().add(number, message)
+
+    tcs.register_scheme("Picks", phi_global=None, phi_local=0.1)(
+        type("PicksRule", (tcs.TopK,), {"server_type": Picks})
+    )
+    made, plain = tcs.Compressor("Picks", [100], 3), tcs.Compressor("top-K", [100], 1)
+    plain.known.rule.k_local = made.rule.k_local
+    made.step(torch.randn(3, 100))
+    assert made.traffic.heard == (0, 2) and made.traffic.refused == (1,)
+    length = tcs.block_code_bits(32, 10, 10, 100)
+    assert made.bits_up == length and made.bytes_up == 2 * tcs.bytes_of(length)
+
+
+def test_a_reply_of_a_derived_server_is_what_clients_receive(registry):
+    class Halves(tcs.Server):
+        def reply(self, update_D):
+            return super().reply(update_D.mul_(0.5))
+
+    tcs.register_scheme("Halves", phi_global=None, phi_local=0.1)(
+        type("HalvesRule", (tcs.TopK,), {"server_type": Halves})
+    )
+    links = tcs.Link(), tcs.Link(tcs.unchanged)
+    one, two = (tcs.Compressor("Halves", [100], 3, link=link) for link in links)
+    deltas_ND = torch.randn(3, 100)
+    assert torch.equal(one.step(deltas_ND), two.step(deltas_ND))
+    assert one.traffic == two.traffic
+
+
+def test_a_pickled_compressor_has_the_errors_twice_at_most():
+    made = tcs.Compressor("TCS", [50_000], 8)
+    for _ in range(2):
+        made.step(torch.randn(8, 50_000))
+    data = pickle.dumps(made)
+    assert len(data) < 2.2 * 4 * 8 * 50_000
+    copied, deltas_ND = pickle.loads(data), torch.randn(8, 50_000)
+    assert torch.equal(copied.step(deltas_ND), made.step(deltas_ND))
+    assert torch.equal(copied.errors_ND, made.errors_ND)
+
+
+def test_errors_may_lie_in_a_file(tmp_path):
+    mapped = torch.from_file(str(tmp_path / "errors"), True, 3 * 100).view(3, 100)
+    made, plain = tcs.Compressor("TCS", [100], 3), tcs.Compressor("TCS", [100], 3)
+    made.keep_errors_in(mapped)
+    for deltas_ND in deltas_like_training(4, 3, [100]):
+        assert torch.equal(made.step(deltas_ND), plain.step(deltas_ND))
+    assert torch.equal(mapped, plain.errors_ND) and mapped.any()

@@ -188,7 +188,7 @@ def test_mostly_zeros_and_excluded_entries(values, data):
 
 
 def test_a_fair_mask_names_the_k_that_was_asked_for():
-    with pytest.raises(ValueError, match="k: got 20, allowed: 0 to 10 "):
+    with pytest.raises(ValueError, match="k: got 20, allowed: a whole number from 0 to 10, "):
         tcs.layerwise_top_k_positions(torch.randn(10), 20, [5, 5], 0.2)
 
 

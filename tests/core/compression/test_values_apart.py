@@ -569,14 +569,21 @@ def test_numbers_of_numpy_and_torch_are_taken_by_the_functions_of_every_section(
 
 
 class Kept(tcs.TCS):
-    keeps = ("count", "share", "seen")
+    keeps = ("count", "share", "seen", "history")
     count, share, seen = np.int64(3), np.array(0.5), [np.float32(1.5), {"n": np.array(2)}]
+    history = np.zeros(3)
 
 
 def test_what_a_rule_or_an_optimizer_keeps_is_saved_as_plain_numbers(registry):
     tcs.register_scheme("Kept")(Kept)
     made = tcs.Compressor("Kept", SIZES, 2)
-    state = saved(made.state_dict())
+    made.load_state_dict(made.state_dict())
+    state = made.state_dict()
+    with pytest.raises(ValueError, match=r"^state: rule: seen: got 3 .* allowed: a list"):
+        made.known.rule.check_state(state["known"]["rule"] | {"seen": 3})
+    state["known"]["rule"]["history"] = None  # torch.load would refuse an array
+    state = saved(state)
+    state["known"]["rule"]["history"] = np.ones(3)
     assert state["known"]["rule"]["count"] == 3 and state["known"]["rule"]["seen"] == [
         1.5,
         {"n": 2},

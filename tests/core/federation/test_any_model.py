@@ -150,19 +150,19 @@ def test_a_model_with_nothing_to_train_or_of_another_type(model, text):
 def test_a_batch_norm_that_counts_its_batches():
     """It would count those of all clients together."""
     model = nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3, momentum=None))
-    with pytest.raises(ValueError, match=r"^model: a norm's momentum: got None"):
+    with pytest.raises(ValueError, match=r"^model: 1: momentum of a norm: got None"):
         tcs.Federation(model, [batches(1, 0)], "TCS", 0.1, loss=mse)
 
 
 @pytest.mark.parametrize(
     "norm, text",
-    [(nn.BatchNorm1d(3).half(), r"a norm's running statistics: got torch\.float16, allowed"),
+    [(nn.BatchNorm1d(3).half(), r"running statistics of a norm: got torch\.float16, allowed"),
      (nn.LazyBatchNorm1d(affine=False), "got a norm without a shape, allowed: after one batch")],
     ids=["half precision", "no shape yet"],
 )  # fmt: skip
 def test_a_norm_whose_statistics_cannot_be_averaged(norm, text):
     model = nn.Sequential(nn.Linear(8, 3), norm.requires_grad_(False))
-    with pytest.raises(ValueError, match=f"^model: {text}"):
+    with pytest.raises(ValueError, match=f"^model: 1: {text}"):
         tcs.Federation(model, [batches(1, 0)], "TCS", 0.1, loss=mse)
 
 

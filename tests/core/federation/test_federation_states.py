@@ -456,3 +456,81 @@ def test_passes_rounds_and_seeds_draw_different_numbers():
     sets = [numbers for seed in (0, 1, 77) for numbers in drawn_with(seed)]
     assert [len(numbers) for numbers in sets] == [10] * 6
     assert len(set().union(*sets)) == 60
+
+
+@pytest.mark.parametrize("row", [None, 1])
+def test_a_copy_that_was_made_inside_evaluated_goes_on_like_the_original(row):
+    made = federation(rounds=2)
+    with made.evaluated(None if row is None else made.statistics_NS[row]):
+        copied = copy.deepcopy(made)
+    assert torch.equal(copied.round(), made.round())
+    assert same_state(copied.averaged_state_dict(), made.averaged_state_dict())
+    copied.load_state_dict(made.state_dict())
+
+
+def test_an_error_on_the_way_into_eval_mode_leaves_the_federation_usable():
+    class Fails(nn.Sequential):
+        fails = False
+
+        def train(self, mode=True):
+            if self.fails and not mode:
+                raise MemoryError
+            return super().train(mode)
+
+    made, other = federation(), federation()
+    made.model.__class__ = Fails
+    for one in (made, other):
+        one.round()
+    made.model.fails = True
+    with pytest.raises(MemoryError), made.evaluated(made.statistics_NS[1]):
+        pass
+    made.model.fails = False
+    assert torch.equal(made.round(), other.round())
+    assert same_state(made.averaged_state_dict(), other.averaged_state_dict())
+
+
+def test_no_round_begins_while_the_compressor_needs_a_state(monkeypatch):
+    made = federation(rounds=2)
+    saved = made.state_dict()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tcs.Client, "arrived", interrupt)
+        made.round()
+    t, given = made.t, list(made.feed.given)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^Compressor: a round is under way, or its end was"):
+            made.round()
+    assert made.t == t and made.feed.given == given
+    made.load_state_dict(saved)
+    assert torch.equal(made.round(), federation(rounds=2).round())
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor])
+def test_the_number_of_rounds_is_a_plain_one_after_loading(kind):
+    made, other = federation(rounds=2), federation(rounds=2)
+    number = kind(2)
+    made.load_state_dict(made.state_dict() | {"t": number})
+    assert torch.equal(made.round(), other.round())
+    assert type(made.t) is int and int(number) == 2
+
+
+def test_what_a_module_says_of_its_extra_state_is_not_saved():
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return torch.arange(self.count)
+
+        def set_extra_state(self, state):
+            self.count = len(state)
+
+        count = 3
+
+    model = nn.Sequential(Extra(6, 3))
+    made = tcs.Federation(model, batches(), "TCS", 0.1)
+    made.round()
+    state = made.state_dict()
+    model[0].count = 4
+    made.load_state_dict(state)
+    assert model[0].count == 4 and not state["buffers"]

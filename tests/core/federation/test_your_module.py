@@ -116,14 +116,7 @@ def test_a_loss_that_takes_gradients_away_trains_all_the_same():
     one, other = federation(Classifier(), loss=takes_away), federation(Classifier())
     for _ in range(3):
         assert torch.equal(one.round(), other.round())
-    assert not torch.equal(one.theta_D, tcs_theta(Classifier()))
-
-
-def tcs_theta(model):
-    view = tcs.FlatView(model)
-    theta_D = torch.empty(view.dimension)
-    view.read_(view.views(theta_D))
-    return theta_D
+    assert not torch.equal(one.theta_D, tcs.parameters_to_vector(Classifier()))
 
 
 # Memory ───────────────────────────────────────────────────────────────────────────────────────────

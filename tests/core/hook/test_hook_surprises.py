@@ -5,6 +5,7 @@ import contextlib
 import functools
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -572,3 +573,36 @@ def recomputed(ranks, folder, reentrant, static):
 def test_layers_that_are_computed_again_are_averaged_as_by_plain_ddp(tmp_path, reentrant, static):
     for plain, hooked in start(2, tmp_path, recomputed, reentrant, static):
         assert hooked == pytest.approx(plain, rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}])
+def test_an_average_that_comes_after_undo_changes_nothing(settings, monkeypatch):
+    """As after an exception in a backward pass, when another rank joins an all-reduce late."""
+    alone_in_a_group(monkeypatch)
+    state, late, average = state_of(**settings), [], tcs._average
+    fed(state, gradients_of(4))
+    before = state.state_dict() | {"bytes_sent": 0}
+    with monkeypatch.context() as patch:
+        patch.setattr(tcs, "_average", lambda *given: late.append(given) or given[0].buffer)
+        fed(state, gradients_of(5)[4:], 4, stop_after=1)
+    state.undo()
+    average(*late[0])
+    assert len(late) == 1 and same_state(state.state_dict() | {"bytes_sent": 0}, before)
+
+
+@pytest.mark.parametrize("key", ["iter", "rank", "world_size"])
+@pytest.mark.parametrize("number", [np.int64(3), torch.tensor(3), True, -1, 1.0, "1"], ids=str)
+def test_counters_of_a_state_are_plain_numbers(key, number, monkeypatch):
+    alone_in_a_group(monkeypatch)
+    state = state_of()
+    fed(state, gradients_of(3))
+    before = state.state_dict()
+    with pytest.raises(ValueError, match=rf"^TCSState: state: {key}: got .*a whole number from 0"):
+        state.load_state_dict(before | {key: number})
+    assert same_state(state.state_dict(), before)
+
+
+def test_can_undo_is_true_or_false(monkeypatch):
+    alone_in_a_group(monkeypatch)
+    with pytest.raises(ValueError, match=r"^can_undo: got 'no' .*allowed: True or False"):
+        tcs.TCSState(Alone(), can_undo="no")

@@ -131,7 +131,7 @@ def test_a_rule_is_told_of_every_round_before_its_mask_is_asked_for(registry):
 
 @pytest.mark.parametrize(
     ("name", "fields", "text"),
-    [("Mine", {"phi_global": 2.0}, "phi_global: got 2.0 .*allowed: a share"),
+    [("Mine", {"phi_global": 2.0}, "phi_global: got 2.0 .*allowed: a fraction"),
      ("Mine", {"local_steps": 0}, "local_steps: got 0"),
      ("Mine", {"quantizer": "none"}, "quantizer: got 'none' .*allowed: fractional"),
      ("Mine", {"phi_global": None, "phi_local": None}, "nothing is sent"),
@@ -265,3 +265,28 @@ def test_an_own_mask_inside_the_shared_mask_is_refused_on_every_device(
         with pytest.raises(ValueError, match=said):
             compressor.step(deltas_ND)
     assert compressor.known.round == 3
+
+
+def test_a_suffix_gets_a_copy_of_the_fields_and_returns_a_dictionary(monkeypatch):
+    monkeypatch.setattr(tcs, "SUFFIXES", [*tcs.SUFFIXES])
+    tcs.register_suffix("-Silent", "silent", "changes what it is given")(
+        lambda fields, number: fields.update(local_steps=4)
+    )
+    with pytest.raises(ValueError, match=r"^suffix -Silent: got None .*allowed: a dictionary"):
+        tcs.Scheme.named("TCS-Silent")
+    tcs.register_suffix("-Both", "both", "changes what it is given, too")(
+        lambda fields, number: fields.update(local_steps=4) or {"momentum": 0.5}
+    )
+    made = tcs.Scheme.named("TCS-Both")
+    assert (made.local_steps, made.momentum) == (1, 0.5)
+
+
+def test_needs_may_be_any_iterable_and_last_is_a_flag(monkeypatch):
+    monkeypatch.setattr(tcs, "SUFFIXES", [*tcs.SUFFIXES])
+    tcs.register_suffix("-H<n>", r"h(\d)", "of the shared mask", iter(("shared",)))(
+        lambda fields, number: {"phi_global": number / 100}
+    )
+    with pytest.raises(ValueError, match="makes no sense without a shared mask"):
+        tcs.Scheme.named("top-K-H2")
+    with pytest.raises(ValueError, match=r"^last: got 2 .*allowed: True or False"):
+        tcs.register_suffix("-I", "i", "says", last=2)

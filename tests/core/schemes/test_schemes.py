@@ -133,7 +133,9 @@ def test_a_change_of_what_a_suffix_leaves_open_is_taken():
 def test_a_fraction_of_the_mask_that_a_scheme_does_not_have_is_refused_with_the_other(
     name, key, other
 ):
-    with pytest.raises(ValueError, match=rf"another has no meaning there \(set {other}\)$"):
+    with pytest.raises(
+        ValueError, match=rf"since another value has no meaning there \(set {other}\)$"
+    ):
         tcs.Scheme.named(name, **{key: 0.0025})
     assert getattr(tcs.Scheme.named(name, **{other: 0.0025}), other) == 0.0025
 

@@ -220,7 +220,7 @@ def test_minutes_that_are_none_are_refused(plan, minutes):
     ("more", "says"),
     [
         (["--minutes", "1"], "minutes: got none for TCS, seed 3"),
-        (["--minutes", "0"], "--minutes: got 0, allowed: a number above 0"),
+        (["--minutes", "0"], "--minutes: got 0, allowed: a finite number above 0"),
         (["--minutes", "nan"], "--minutes: got nan"),
         (["--minutes", "1", "--jobs", "0"], "--jobs: got 0"),
         (["--jobs", "0"], "--jobs: got 0, allowed: a whole number >= 1"),
