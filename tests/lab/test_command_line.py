@@ -177,6 +177,8 @@ def test_again_starts_from_nothing(tmp_path, capsys, monkeypatch, small):
     left = lab.runs.checkpoints.checkpoint_path(lab.config_of(lab.read_record(path)))
     left.parent.mkdir(parents=True, exist_ok=True)
     left.write_bytes(b"of other code")
+    assert main(["again", str(path), "--results", str(tmp_path)]) == 2  # the record is there
+    assert left.read_bytes() == b"of other code"
     assert main(["again", str(path)]) == 0
     assert "the same" in capsys.readouterr().out and not left.exists()
 

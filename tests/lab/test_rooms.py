@@ -1,6 +1,7 @@
 """The rooms of the lab: nothing imports upwards, no two rooms import each other."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -98,3 +99,9 @@ def test_importing_the_lab_imports_nothing_heavy():
     heavy = {"torch", "numpy", "pandas", "matplotlib", "scipy", "pydantic", "tcs_core"}
     assert not heavy & set(done.stdout.split())
     assert "tcs_lab" in done.stdout.split()
+
+
+def test_every_module_of_the_studies_is_offered():
+    folder = LAB / "studies"
+    names = {file.stem for file in folder.glob("*.py")} - {"__init__"}
+    assert names <= set(dir(importlib.import_module("tcs_lab.studies")))

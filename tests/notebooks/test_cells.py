@@ -62,6 +62,8 @@ def test_verdicts_are_kept_at_the_notebooks_own_parameters_and_read_as_data(verd
     own = lab.Statements(namespace(), "here")
     own("it is so", True)
     own.judge("the paper says so", "contradicted", "1 of 3")
+    with pytest.raises(ValueError, match="unknown verdict: contradicts; allowed: contradicted"):
+        own.judge("the paper says so", "contradicts")
     own.summary()
     assert lab.tables.verdicts.verdict_on("here", "the paper says so") == "contradicted"
     with pytest.raises(ValueError, match="here: got the statement 'it', allowed: it is so; the pa"):

@@ -1174,7 +1174,8 @@ class Store:
 @pytest.mark.parametrize(
     ("text", "said"),
     [(LEAKS, "own_mask: each client must find its mask by itself"),
-     (STORE, "Store: store: got an attribute of the class that changes")],
+     (STORE, "Store: store: got an attribute of the class that changes"),
+     (STORE + "\n\nclass Mine(Store):\n    pass\n", "Store: store: got an attribute of the class")],
 )  # fmt: skip
 def test_what_a_receiver_cannot_know_is_refused_before_the_first_run(folder, capsys, text, said):
     assert said in error_of(folder, capsys, written(folder, text))
@@ -1294,3 +1295,13 @@ def test_what_is_neither_file_nor_method_is_refused(folder, capsys):
         folder, capsys, f"{path}:Other"
     )
     assert "which has one density" in error_of(folder, capsys, path, "--densities")
+
+
+def test_an_older_version_of_a_file_is_registered_again(folder):
+    """In one process, as in a notebook: a file is changed, and changed back."""
+    texts = [SIGNS, SIGNS.replace("abs().mean()", "abs().max()")]
+    updates, deltas_ND = [], torch.randn(3, 50)
+    for text in (*texts, texts[0]):
+        method = find_method(str(written(folder, text)))
+        updates.append(tcs.Compressor(method.name, [30, 20], 3).step(deltas_ND))
+    assert torch.equal(updates[0], updates[2]) and not torch.equal(updates[0], updates[1])

@@ -176,6 +176,23 @@ def test_comparisons_beside_the_claims_are_none_of_them():
         ({"word": "by construction", "shown": []}, "shown: got none"),
         ({"claims": ["parity"], "judge": 1}, "judge: got 1"),
         ({"word": "open", "because": "so", "untested": "speech"}, "untested: got 'speech'"),
+        (
+            {"judged": [{"first": ["TCS", 0.5], "second": ["Baseline", 0.1]}]},
+            "sentences: 0: judged: 0",
+        ),
+        (
+            {
+                "judged": [
+                    {
+                        "first": ["TCS", 0.5],
+                        "second": ["Baseline", 0.1],
+                        "at_least": 0,
+                        "more_than": 1,
+                    }
+                ]
+            },
+            "sentences: 0: judged: 0",
+        ),
     ],
 )
 def test_a_sentence_without_a_verdict_of_its_kind_is_refused(tmp_path, changes, says):

@@ -89,3 +89,12 @@ def test_without_runs_there_are_no_rows(read):
     assert not len(lab.unequal_costs(read, {}, {"half": {}}))
     assert not len(lab.unequal_masks({}, {"half": {}}))
     assert not len(lab.unequal_by_seed(read, {}))
+
+
+def test_without_a_common_seed_the_reason_is_named(runs, read):
+    equal, there = runs
+    apart = {"half": {name: r for name, r in there["half"].items() if not name.endswith(" 1")}}
+    others = {name: r for name, r in equal.items() if not name.endswith(" 2")}
+    rows = lab.compare_unequal_clients(read, others, apart).to_dict("records")
+    row = next(r for r in rows if r["where"] == "there − equal" and r["second"] == "top-K")
+    assert row["reason"] == "no seed in common with equal clients"

@@ -275,6 +275,7 @@ class Odd(Exception):
 def test_an_error_that_cannot_be_sent_is_sent_as_text():
     sent = lab.runs.workers._portable(Odd(1, 2))
     assert type(sent) is RuntimeError and "Odd" in str(sent) and "1 and 2" in str(sent)
+    assert sent.__notes__[0].startswith("in a worker process:") and "Odd" in sent.__notes__[0]
     kept = lab.runs.workers._portable(FileNotFoundError(2, "is gone", "x.tar"))
     assert type(kept) is FileNotFoundError and kept.filename == "x.tar"
 

@@ -427,3 +427,15 @@ def test_a_file_of_another_kind_is_told_what_it_lacks():
     said = str(raised.value)
     assert "evidence.yaml: stages: got none, but it is needed; there is profile, dataset, " in said
     assert len(said) < 600
+
+
+@pytest.mark.parametrize(
+    ("choose", "score", "image"),
+    [("[[0, 10], [30, 40]]", "[[5, 30]]", 5), ("[[0, 100000000000]]", "[[7, 8], [3, 5]]", 3),
+     ("[[0, 3], [9, 12]]", "[[3, 9], [11, 20]]", 11)],
+)  # fmt: skip
+def test_images_that_choose_do_not_score(plan, choose, score, image):
+    text = PLAN.replace("[[0, 10], [30, 40]]", choose).replace("[[10, 30]]", score)
+    plan.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=f"score_on: got image {image}, which is in choose_on"):
+        lab.read_plan(plan)

@@ -158,6 +158,9 @@ def test_what_this_core_has_no_run_for_is_named(finished):
     for foreign in [own | {"scheme": scheme} for scheme in schemes] + [own | {"red": 1}]:
         with pytest.raises(ValueError, match="red"):
             lab.config_of(record | {"config": foreign})
+    unknown = own | {"scheme": own["scheme"] | {"red": 1}}
+    with pytest.raises(ValueError, match=r"allowed: .*phi_global"):
+        lab.config_of(record | {"config": unknown})
 
 
 def test_differences(finished):
@@ -225,3 +228,15 @@ def test_installed_results_are_in_the_working_folder_and_nobody_elses_commit_is_
     where, folder, state = done.stdout.decode().split(maxsplit=2)
     assert Path(where).is_relative_to(site) and Path(folder) == work / "results" / "ci"
     assert state.strip() == "{'commit': None, 'dirty': None}"
+
+
+def test_the_rate_of_centralized_training_is_its_learning_rate():
+    """A record has no other field for it, so that one cannot ask for it by another name."""
+    wanted = {"profile": "evidence", "scheme": "Baseline"}
+    rates = {r["config"]["learning_rate"] for r in lab.find_records(**wanted).values()}
+    assert len(rates) > 3
+    for rate in rates:
+        found = lab.find_records(**wanted, learning_rate=rate)
+        assert {r["config"]["learning_rate"] for r in found.values()} == {rate}
+    with pytest.raises(ValueError, match="centralized_learning_rate"):
+        lab.find_records(**wanted, centralized_learning_rate=0.1)

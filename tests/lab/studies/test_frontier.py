@@ -209,6 +209,18 @@ def test_every_training_of_the_plan_has_a_record_of_its_own(tmp_path):
         ("chosen_from: small", "chosen_from: big", "chosen_from: got big, allowed: a stage"),
         ("momentum: [0.05, 0.1, 0.2]", "SGD: [0.1]", "rates: got none for momentum, allowed"),
         ("top-K 0.25 %, top-K 0.5 %,", "dense,", "corrected: got dense, allowed: a scheme with"),
+        ("optimizers: [AdamW, momentum]", "optimizers: [Adam, momentum]", "optimizers: 0: .*AdamW"),
+        ("dense: null", "plain: null", "schemes: got no `dense` that is null, allowed"),
+        (
+            "  corrected:\n    momentum:",
+            "  corrected:\n    Momentum:",
+            "optimizer in corrected: Momentum",
+        ),
+        (
+            "  optimizers: [AdamW]\n",
+            "  optimizers: [momentum, AdamW]\n",
+            "with chosen_from: one of",
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_made_is_refused(tmp_path, old, new, match):
@@ -340,3 +352,9 @@ def test_the_records_that_are_there_are_those_of_the_plan():
     assert there == find_records(frontier.FrontierTraining) and len(there) >= 196
     for record in there.values():
         assert record["diverged"] or record["losses"][-1][0] == record["steps"] == 5100
+
+
+def test_a_deadline_knows_how_long_a_training_takes():
+    jobs = read_plan(PLAN).stages[0].plan_jobs(Planning(read_plan(PLAN), {}, {}, None))
+    assert {job.minutes for job in jobs} == {read_plan(PLAN).stages[0].minutes}
+    assert {job.seconds_alone() for job in jobs} == {60 * read_plan(PLAN).stages[0].minutes}

@@ -196,3 +196,20 @@ def test_two_nodes_that_say_they_are_one_client(tmp_path):
     answer = sides.node(0).answer(b"another message") | sides.rounds.here._asdict()
     with pytest.raises(ValueError, match=r"^client 0: got messages of two nodes"):
         sides.rounds.take(7, answer)
+
+
+@pytest.mark.parametrize("damage", ["no zip", "another state", "cut off"])
+def test_a_file_that_is_none_of_a_client_is_named(tmp_path, damage):
+    sides = Together(job(), tmp_path)
+    sides.round(0, 1)
+    file = tmp_path / "partition-0.pt"
+    if damage == "no zip":
+        file.write_bytes(b"hello")
+    elif damage == "cut off":
+        file.write_bytes(file.read_bytes()[:-100])
+    else:
+        torch.save({"run": 0}, file)
+    with pytest.raises(
+        ValueError, match=r"partition-0\.pt: .* delete it to begin this client anew"
+    ):
+        sides.node(0)

@@ -125,3 +125,11 @@ def test_a_training_is_the_same_to_rounding(small, model, side_by_side, monkeypa
 def test_only_bf16_without_avx_512_needs_them(capability, changes, uses, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert uses_bf16_convolutions(config("TCS", device="cpu", **changes)) == uses
+
+
+def test_a_call_with_keywords_is_as_without_the_context():
+    x, weight = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    expected = torch.conv2d(x, weight, None, padding=1), torch.conv2d(x, weight)
+    with Bf16Convolutions():
+        found = torch.conv2d(x, weight, None, padding=1), torch.conv2d(x, weight)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

@@ -350,3 +350,20 @@ def test_a_quantizer_of_ones_own_works_in_them(uniform):
     rounds.play(range(2, 9))
     torch.testing.assert_close(static.theta_D, eager.theta_D, rtol=1e-5, atol=1e-7)
     assert len(static.theta_D.unique()) > 1
+
+
+def test_static_rounds_are_refused_after_one_that_failed_and_inside_a_round():
+    federation = small_federation("FedAvg")
+    rounds, saved = GraphRounds(federation, 4), federation.state_dict()
+    rounds.play(range(2))
+    assert federation.compressor.traffic.bytes_down > 20
+    with torch.no_grad():
+        federation.model[0].weight[0, 0] = torch.nan
+    with pytest.raises(tcs.NotFiniteError):
+        rounds.play(range(2, 4))
+    with torch.no_grad():
+        federation.model[0].weight[0, 0] = 0.0
+    with pytest.raises(ValueError, match=r"^play: round .* was interrupted"):
+        rounds.play(range(2, 4))
+    federation.load_state_dict(saved)
+    rounds.play(range(2))

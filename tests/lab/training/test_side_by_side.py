@@ -134,3 +134,17 @@ def test_batches_of_different_sizes_are_refused_with_the_way_out():
     federation.round()
     with pytest.raises(ValueError, match=r"\[3, 2\].*drop_last=True"):
         federation.round()
+
+
+@pytest.mark.parametrize(
+    ("last", "loss", "says"),
+    [(torch.nn.Linear(8, 2), tcs_core.cross_entropy, "loss: got cross_entropy, allowed with SideBySide"),
+     (torch.nn.Linear(8, 2, bias=False), tcs_core.cross_entropy, "model: got a Linear without bias")],
+)  # fmt: skip
+def test_what_cannot_train_side_by_side_is_refused(last, loss, says):
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 2, 1), torch.nn.BatchNorm2d(2), torch.nn.Flatten(), last
+    )
+    batches = [[(torch.randn(4, 3, 2, 2), torch.zeros(4).long())]] * 2
+    with pytest.raises(ValueError, match=f"^{says}"):
+        tcs_core.Federation(net, batches, "TCS", 0.1, loss=loss, trainer=SideBySide)
