@@ -176,8 +176,10 @@ def test_again_starts_from_nothing(tmp_path, capsys, monkeypatch, small):
     path = lab.record_path(config(), tmp_path)
     left = lab.runs.checkpoints.checkpoint_path(lab.config_of(lab.read_record(path)))
     left.parent.mkdir(parents=True, exist_ok=True)
+    there = ["again", str(path), "--results", str(tmp_path / "there")]
+    assert main(there) == 0
     left.write_bytes(b"of other code")
-    assert main(["again", str(path), "--results", str(tmp_path)]) == 2  # the record is there
+    assert main(there) == 2 and "exists, allowed: a folder that" in capsys.readouterr().err
     assert left.read_bytes() == b"of other code"
     assert main(["again", str(path)]) == 0
     assert "the same" in capsys.readouterr().out and not left.exists()

@@ -157,7 +157,7 @@ def test_code_is_shown_as_it_stands_but_for_its_margin(monkeypatch):
     """The names of the core that 03 is about: whole, one below the other, none changed."""
     shown = []
     monkeypatch.setattr("IPython.display.display", shown.append)
-    lab.show_code(tcs.Client.arrived, tcs.block_for)
+    lab.show_code(tcs.Client.arrived, tcs.block_code_bits)
     first, *lines, last = shown[0].data.splitlines()
     assert (first, last) == ("```python", "```")
     assert lines[0] == "def arrived(self, received: Message | None = None) -> None:"

@@ -165,6 +165,9 @@ def test_comparisons_beside_the_claims_are_none_of_them():
     assert extra and all([*ours, *extra].count(one) == 1 for one in extra)
 
 
+DIFFERENCE = {"first": ["TCS", 0.5], "second": ["Baseline", 0.1]}
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -176,22 +179,10 @@ def test_comparisons_beside_the_claims_are_none_of_them():
         ({"word": "by construction", "shown": []}, "shown: got none"),
         ({"claims": ["parity"], "judge": 1}, "judge: got 1"),
         ({"word": "open", "because": "so", "untested": "speech"}, "untested: got 'speech'"),
+        ({"judged": [DIFFERENCE]}, "sentences: value 1: judged: value 1: got no bound, allowed"),
         (
-            {"judged": [{"first": ["TCS", 0.5], "second": ["Baseline", 0.1]}]},
-            "sentences: 0: judged: 0",
-        ),
-        (
-            {
-                "judged": [
-                    {
-                        "first": ["TCS", 0.5],
-                        "second": ["Baseline", 0.1],
-                        "at_least": 0,
-                        "more_than": 1,
-                    }
-                ]
-            },
-            "sentences: 0: judged: 0",
+            {"judged": [DIFFERENCE | {"at_least": 0, "more_than": 1}]},
+            "got at_least, more_than, all",
         ),
     ],
 )

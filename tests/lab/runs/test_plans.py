@@ -438,4 +438,4 @@ def test_images_that_choose_do_not_score(plan, choose, score, image):
     text = PLAN.replace("[[0, 10], [30, 40]]", choose).replace("[[10, 30]]", score)
     plan.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=f"score_on: got image {image}, which is in choose_on"):
-        lab.read_plan(plan)
+        read_plan(plan)
