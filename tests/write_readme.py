@@ -47,7 +47,6 @@ PROFILE = "evidence"  # of the main comparison
 
 def render(page: Path) -> str:
     """Return the text of a page."""
-    check_words()
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(ROOT / "tests/pages"),
         undefined=jinja2.StrictUndefined,
@@ -62,7 +61,8 @@ def render(page: Path) -> str:
 
 @cache
 def context() -> dict[str, Any]:
-    """Return what the templates may use."""
+    """Return what the templates may use, after a check of what they say in words."""
+    check_words()
     functions = (
         gap, on_cpus, on_track, claim, full_size, gain_at_twice_the_rate,
         interval, ends, signed, points, ended, answer, seeds, mean_accuracy, paper_accuracy, in_the_paper,
@@ -85,7 +85,7 @@ def context() -> dict[str, Any]:
         "tuned": tuned,
         "tuned_answer": TUNED_ANSWERS[tuned["TCS", "Baseline"]["verdict"]] if tuned else "",
         "tuned_keeps": bool(tuned) and tuned["TCS", "Baseline"]["verdict"] == SUPPORTED,
-        "tuned_accuracy": lab.fair_table(FAIR_PLAN).set_index("scheme")["accuracy"],
+        "tuned_accuracy": tuned_methods_table().set_index("scheme")["accuracy"],
         "tuned_otherwise": tuned_otherwise(),
         "gained": gains_of_tuning(),
         "tuned_left": tuned_methods_left(),
@@ -415,6 +415,18 @@ def regime() -> Row | None:
 
 
 @cache
+def tuned_methods() -> list[fair.TunedScheme]:
+    """Return the methods of the comparison at tuned rates, with those of their runs that are made."""
+    return fair.load_methods(FAIR_PLAN)
+
+
+@cache
+def tuned_methods_table() -> pd.DataFrame:
+    """Return the table of these methods."""
+    return lab.fair_table(FAIR_PLAN)
+
+
+@cache
 def tuned_gaps() -> dict[tuple[str, str], Row]:
     """Return the differences at tuned rates by the two methods, for stages of which all runs are made."""
     table = lab.fair_differences(FAIR_PLAN)
@@ -442,6 +454,7 @@ def unequal_gaps() -> dict[str, dict[str, Row]]:
     return by_share
 
 
+@cache
 def full_size(scheme: str) -> float:
     """Return the difference from the Baseline in profile gpu, of one seed."""
     epochs = params("gpu")["epochs"]
@@ -590,6 +603,7 @@ LOCAL_STEPS = ("FedAvg-L4", "FedAvg")  # what four local steps cost without comp
 FOUR_COMPRESSED = ("TCS-L4-Q5", "FedAvg-L4")  # and what compressing their updates costs
 
 
+@cache
 def local_steps_gaps() -> dict[str, tuple[Row, Row]]:
     """Estimate what four local steps cost, and what it costs to compress them, in all trainings."""
     here = {
@@ -642,7 +656,7 @@ COMPARED = (
 
 def tuned_table() -> str:
     """Accuracies and differences at tuned rates, of the methods without momentum whose stage is finished."""
-    gaps, scored = tuned_gaps(), lab.fair_table(FAIR_PLAN).set_index("scheme")
+    gaps, scored = tuned_gaps(), tuned_methods_table().set_index("scheme")
     dense = gaps[
         "FedAvg", "Baseline"
     ]  # the plan has centralized training's difference the other way
@@ -701,7 +715,7 @@ def tuned_otherwise() -> list[str]:
 
 def gains_of_tuning() -> dict[str, float]:
     """Return by how many points each method gained by its best rate, {} if any did not."""
-    gains = lab.gains_of_tuning(lab.fair_table(FAIR_PLAN)) if tuned_gaps() else {}
+    gains = lab.gains_of_tuning(tuned_methods_table()) if tuned_gaps() else {}
     return gains if min(gains.values(), default=0) > 0 else {}
 
 
@@ -722,20 +736,20 @@ def describe_gains() -> str:
 
 def tuning_images() -> dict[str, int]:
     """Return on how many images the fair plan chooses rates, and scores methods."""
-    spans = fair.load_methods(FAIR_PLAN)[0].search.tuning
+    spans = tuned_methods()[0].search.tuning
     both = {"choose": spans.choose_on, "score": spans.score_on}
     return {use: sum(end - start for start, end in found) for use, found in both.items()}
 
 
 def rates_at_end() -> list[str]:
     """Return the methods whose best rate is the first or the last one of the fair plan's list."""
-    table = lab.fair_table(FAIR_PLAN)
+    table = tuned_methods_table()
     return list(table[table["at_end"]]["scheme"])
 
 
 def tuned_methods_left() -> int:
     """Count the methods of the fair plan that belong to a stage of which not all runs are made."""
-    methods = fair.load_methods(FAIR_PLAN)
+    methods = tuned_methods()
     whole = fair.complete_stages(methods)
     return sum(not whole[method.stage] for method in methods)
 
@@ -832,12 +846,14 @@ def minutes_to_read(text: str) -> float:
 # Plans ────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@cache
 def evidence_runs() -> tuple[int, int]:
     """Count the runs of the main comparison's plan: made, and planned."""
     table = lab.count_made(lab.plan_runs(EVIDENCE_PLAN))
     return int(table["made"].sum()), int(table["planned"].sum())
 
 
+@cache
 def tuned_runs() -> tuple[int, int]:
     """Count the runs of the comparison at tuned rates: made, and planned."""
     counts = lab.fair_counts(FAIR_PLAN)
@@ -845,12 +861,14 @@ def tuned_runs() -> tuple[int, int]:
     return made, planned
 
 
+@cache
 def control_runs() -> pd.DataFrame:
     """Count the runs of the controls, by their stage."""
     table = lab.count_made(lab.plan_runs(CONTROLS_PLAN))
     return table.set_index("stage")[["made", "planned"]]
 
 
+@cache
 def count_rows() -> tuple[int, int]:
     """Count the stored settings of `tcs compare`: made, and planned."""
     return compare.rows.count_stored(compare.track.read_track())
@@ -858,7 +876,7 @@ def count_rows() -> tuple[int, int]:
 
 def finished_stages() -> dict[str, list[str]]:
     """Return the stages of the later plans of which all runs are made."""
-    stages, controls = fair.complete_stages(fair.load_methods(FAIR_PLAN)), control_runs()
+    stages, controls = fair.complete_stages(tuned_methods()), control_runs()
     return {
         "fair": [name for name, whole in stages.items() if whole],
         "controls": list(controls.index[controls["made"] == controls["planned"]]),
@@ -1067,10 +1085,15 @@ def best_rates(at: frontier.Frontier) -> str:
     return ", and ".join(words)
 
 
+@cache
+def links_of_four() -> links.Links:
+    """Return what was measured with four processes."""
+    return links.read_stages("10 million, settings, four ranks")
+
+
 def seconds_of_four(way: str, own: int) -> float:
     """Return the measured seconds per step with four processes."""
-    four = links.read_stages("10 million, settings, four ranks")
-    return four.row(way, NET, 4, 4.0 * own)["seconds"]
+    return links_of_four().row(way, NET, 4, 4.0 * own)["seconds"]
 
 
 def four_against_calculation() -> float:

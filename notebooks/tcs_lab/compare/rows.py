@@ -24,6 +24,7 @@ from tcs_lab.compare.table import (
     rows_table,
 )
 from tcs_lab.compare.track import PLAN, Track, count_runs_left, list_next_runs
+from tcs_lab.evidence.fair import TunedScheme
 from tcs_lab.runs.jobs import Tell
 from tcs_lab.runs.records import Record, read_record, record_path
 from tcs_lab.runs.runs import Run, run_all
@@ -201,14 +202,14 @@ def _point_fields(point: Point) -> dict[str, Any]:
     }
 
 
-def _list_tried(tuned: Any) -> dict[str, float | None]:
+def _list_tried(tuned: TunedScheme) -> dict[str, float | None]:
     """Return the validation accuracy in percent by learning rate; it is None where the run diverged."""
     search = tuned.search
     return {
         f"{search.config(factor, search.tuning.seed).eta:g}": 100 * accuracy
         if accuracy >= 0
         else None
-        for factor, accuracy in search.tried().items()
+        for factor, accuracy in tuned.tried.items()
         if accuracy is not None
     }
 
@@ -327,7 +328,7 @@ def _read_rows(track: Track, method: Method | None) -> dict[str, dict[str, Any]]
     return {name: read_row(track.folder / folder) for name, folder in folders.items()}
 
 
-def _find_reasons(tuned: Any) -> list[str]:
+def _find_reasons(tuned: TunedScheme) -> list[str]:
     """Say why runs of a scheme diverged."""
     records = list(tuned.scored.values())
     if tuned.chosen is None:  # every rate diverged

@@ -54,10 +54,11 @@ def make_points(tuned: Iterable[TunedScheme], model: Comparison, confidence: flo
         values = list(one.accuracies.values())
         flows = [traffic(record) for record in one.scored.values()]
         up, down, start = (fmean(f[k] for f in flows) / 1e6 for k in ("up", "down", "warm-up"))
-        rate = one.search.config(one.chosen or math.nan, one.seeds[0]).identity()["learning_rate"]
         half = compute_half_width([(one.name, seed) for seed in one.accuracies], model, confidence)
         points.append(
-            Point(one.name, rate, fmean(values), half, len(values), up, down, start, tuple(values))
+            Point(
+                one.name, one.rate, fmean(values), half, len(values), up, down, start, tuple(values)
+            )
         )
     return sorted(points, key=lambda point: point.both)
 

@@ -19,7 +19,7 @@ from tcs_lab.compare.methods import Method
 from tcs_lab.evidence.fair import TunedScheme
 from tcs_lab.runs.parameters import read_params
 from tcs_lab.runs.plans import Plan, Search, read_plan
-from tcs_lab.runs.records import record_path, results_folder
+from tcs_lab.runs.records import results_folder
 from tcs_lab.support.errors import reject_unknown, validate
 from tcs_lab.support.paths import ROOT
 from tcs_lab.training.configuration import PositiveNumber, RunConfig
@@ -72,13 +72,12 @@ class Track:
         else:
             profile, results = self.profile | {"profile": method.folder}, self.folder
         assert self.plan.tuning is not None  # as `read_track` has checked
-        return TunedScheme(
-            "compare", Search(scheme, self.plan.tuning, profile, results), self.seeds, results
-        )
+        search = Search(scheme, self.plan.tuning, profile, results)
+        return TunedScheme("compare", search, self.seeds)
 
     def group_alike(self, tuned: Iterable[TunedScheme]) -> dict[str, bool]:
-        """Say by name which schemes are accurate. Those that are scatter alike from seed to seed, and those
-        that are not do, too.
+        """Say by name which schemes are accurate. Accurate schemes share one deviation between seeds, and all
+        others share another.
 
         A scheme is accurate if its tuning run made at most `analysis.accurate` times the errors of the
         Baseline's. Without that setting, or without the Baseline, all schemes count as accurate. Tuning runs
@@ -135,8 +134,7 @@ def list_next_runs(tuned: Iterable[TunedScheme]) -> list[RunConfig]:
         missing = [factor for factor, accuracy in one.tried.items() if accuracy is None]
         configs += [search.config(factor, search.tuning.seed) for factor in missing]
         if not missing and one.chosen is not None:
-            wanted = [search.config(one.chosen, seed) for seed in one.seeds]
-            configs += [c for c in wanted if not record_path(c, one.results).is_file()]
+            configs += [search.config(one.chosen, s) for s in one.seeds if s not in one.scored]
     return configs
 
 

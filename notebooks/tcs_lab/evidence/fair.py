@@ -29,7 +29,7 @@ from tcs_lab.evidence.judging import (
 )
 from tcs_lab.runs.index import find_records
 from tcs_lab.runs.parameters import plan, read_params
-from tcs_lab.runs.plans import Plan, Search, find_searches, plan_runs, read_plan
+from tcs_lab.runs.plans import Plan, Search, best_of, find_searches, plan_runs, read_plan
 from tcs_lab.runs.records import check_same_data, load_records, read_record, record_path
 from tcs_lab.runs.runs import Run
 from tcs_lab.support.errors import reject_unknown, validate
@@ -70,11 +70,15 @@ class TunedScheme:
     stage: str
     search: Search
     seeds: list[int]
-    results: str | Path | None = None
 
     @property
     def name(self) -> str:
         return self.search.scheme
+
+    @property
+    def results(self) -> str | Path | None:
+        """The results folder with its records; None means the project's."""
+        return self.search.results
 
     @cached_property
     def tried(self) -> dict[float, float | None]:
@@ -87,7 +91,15 @@ class TunedScheme:
 
     @cached_property
     def chosen(self) -> float | None:
-        return self.search.chosen
+        """The best factor; None while a run is missing, or if all of them diverged."""
+        return best_of(self.tried)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate at the chosen factor; nan while none is chosen."""
+        if self.chosen is None:
+            return math.nan
+        return self.search.config(self.chosen, self.seeds[0]).eta
 
     @property
     def chosen_error(self) -> float:
@@ -144,7 +156,7 @@ def load_methods(path: str | Path, results: str | Path | None = None) -> list[Tu
     """Load the methods of all tuned stages of a plan, in its order."""
     seeds = {stage.stage: stage.seeds for stage in read_plan(path).stages}
     return [
-        TunedScheme(stage, search, seeds[stage], results)
+        TunedScheme(stage, search, seeds[stage])
         for stage, searches in find_searches(path, results=results).items()
         for search in searches
     ]
@@ -195,15 +207,12 @@ def _fair_row(method: TunedScheme, is_whole: bool) -> dict[str, Any]:
     flows = [traffic(r) for r in method.scored.values() if r["status"] == "finished"]
     sent = {way: fmean(flow[way] for flow in flows) / 1e6 if flows else math.nan
             for way in ("up", "down")}  # fmt: skip
-    rate = math.nan
-    if method.chosen is not None:
-        rate = method.search.config(method.chosen, method.seeds[0]).identity()["learning_rate"]
     grid = method.search.tuning.grid
     others = method.other_accuracies if is_whole else {}
     tried = {f: math.nan if a is None else 100 * a for f, a in method.tried.items()}
     return {
         "stage": method.stage, "scheme": method.name, "tried": tried,
-        "chosen": math.nan if method.chosen is None else method.chosen, "rate": rate,
+        "chosen": math.nan if method.chosen is None else method.chosen, "rate": method.rate,
         "at_end": method.chosen in (min(grid), max(grid)),
         "n": len(method.scored), "planned": len(method.seeds),
         "accuracy": fmean(values) if values else math.nan,

@@ -379,10 +379,16 @@ class Search:
     @property
     def chosen(self) -> float | None:
         """The best factor; None while a run is missing, or if all of them diverged."""
-        tried = self.tried()
-        if None in tried.values() or max(tried.values()) == float("-inf"):  # type: ignore[type-var]
-            return None
-        return _best(tried)
+        return best_of(self.tried())
+
+
+def best_of(tried: Mapping[float, float | None]) -> float | None:
+    """Return the value with the highest score; of equal ones, the smallest. None while a score is missing,
+    or if all of them are minus infinity."""
+    scores = [score for score in tried.values() if score is not None]
+    if len(scores) < len(tried) or max(scores) == float("-inf"):
+        return None
+    return _best(tried)
 
 
 def widen_search(

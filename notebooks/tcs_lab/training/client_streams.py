@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tcs_core import LocalTrainer
-from tcs_lab.training.client_threads import copy_trainer
+from tcs_lab.training.client_threads import check_plain, copy_trainer
 from tcs_lab.training.configuration import RunConfig
 
 MOST_CLIENTS = 16  # each of them needs a model and gradients
@@ -28,17 +28,14 @@ def uses_client_streams(config: RunConfig) -> bool:
 class ClientStreams(LocalTrainer):
     """Train all clients of a round at the same time, on streams of a GPU.
 
-    Differences are compressed in the clients' order, on the stream that plays the round. Clients
-    cannot have optimizers. Memory: a model and gradients (D,) per client, and the activations of those
+    Differences are compressed in the clients' order, on the stream that plays the round. Raises
+    ValueError for a model or settings that `check_plain` refuses. Memory: a model and gradients (D,) per client, and the activations of those
     that train at a time.
     """
 
     def __init__(self, *settings: Any, **more: Any):
         super().__init__(*settings, **more)
-        if self.local_optimizer is not None:
-            raise ValueError(
-                "local_optimizer: got one, allowed: none with ClientStreams; use LocalTrainer"
-            )
+        check_plain(self)
         self.trainers = {n: copy_trainer(self) for n in range(self.feed.clients)}
         self.streams = [torch.cuda.Stream(self.theta_D.device) for _ in range(STREAMS)]
         self.trained: dict[int, tuple[Tensor, torch.cuda.Event]] = {}

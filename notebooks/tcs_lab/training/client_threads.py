@@ -47,6 +47,19 @@ class _FetchedBatches:
         return self.batches[tau]
 
 
+def check_plain(trainer: LocalTrainer) -> None:
+    """Raise ValueError for clients with optimizers, and for a model that keeps a part in eval mode in
+    training. Trainers that train copies of the model allow neither."""
+    kind = type(trainer).__name__
+    if trainer.local_optimizer is not None:
+        raise ValueError(f"local_optimizer: got one, allowed: none with {kind}; use LocalTrainer")
+    with trainer.in_training_modes():
+        is_whole = all(module.training for module in trainer.model.modules())
+    if not is_whole:
+        got = "got a part that stays in eval mode"
+        raise ValueError(f"model: {got}, allowed: none with {kind}; use LocalTrainer")
+
+
 def copy_trainer(trainer: LocalTrainer) -> LocalTrainer:
     """Make a trainer that trains one client while others train too. It gets another model and other
     gradients, and shares theta, statistics and losses with `trainer`."""
@@ -58,8 +71,8 @@ def copy_trainer(trainer: LocalTrainer) -> LocalTrainer:
 
 
 class ClientThreads(LocalTrainer):
-    """Train clients on as many threads as torch has when this object is made. Clients cannot have
-    optimizers.
+    """Train clients on as many threads as torch has when this object is made, each with a copy of the
+    model. Raises ValueError for a model or settings that `check_plain` refuses.
 
     The thread that plays the round fetches all batches, and compresses the differences in the clients'
     order, so that rules, links and feeds need not know of threads. Nothing depends on which client is
@@ -71,10 +84,7 @@ class ClientThreads(LocalTrainer):
 
     def __init__(self, *settings: Any, **more: Any):
         super().__init__(*settings, **more)
-        if self.local_optimizer is not None:
-            raise ValueError(
-                "local_optimizer: got one, allowed: none with ClientThreads; use LocalTrainer"
-            )
+        check_plain(self)
         threads = torch.get_num_threads()
         # one more than threads, since a difference may wait to be compressed
         self.free = [copy_trainer(self) for _ in range(threads + 1)]

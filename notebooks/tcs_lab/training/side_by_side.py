@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from tcs_core import LocalTrainer
+from tcs_lab.training.client_threads import check_plain
 from tcs_lab.training.configuration import RunConfig
 
 # Channels x samples x pixels of the first layer's output up to which clients train side by side.
@@ -199,7 +200,8 @@ def make_vmapped_passes(trainer: LocalTrainer) -> Passes:
 
 
 class SideBySide(LocalTrainer):
-    """Train all clients of a round side by side. Clients cannot have optimizers.
+    """Train all clients of a round side by side. Raises ValueError for a model or settings that
+    `check_plain` refuses.
 
     A feed whose class defines `batches_of_all(t, tau)` gives all clients' batches of a static round at
     once, stacked. Memory: three times the differences (N, D) of a round, and five times with several
@@ -208,10 +210,7 @@ class SideBySide(LocalTrainer):
 
     def __init__(self, *settings: Any, **more: Any):
         super().__init__(*settings, **more)
-        if self.local_optimizer is not None:
-            raise ValueError(
-                "local_optimizer: got one, allowed: none with SideBySide; use LocalTrainer"
-            )
+        check_plain(self)
         self._passes = GroupedPasses(self) if self.flat.norms else make_vmapped_passes(self)
         self._rows: dict[int, Tensor] = {}
 

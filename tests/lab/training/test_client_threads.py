@@ -11,6 +11,7 @@ import torch
 from common import config, numbers
 from tcs_lab.runs.checkpoints import checkpoint_path
 from tcs_lab.training.client_threads import ClientThreads
+from tcs_lab.training.side_by_side import SideBySide
 
 import tcs_core as tcs
 
@@ -177,3 +178,13 @@ def test_differences_come_in_order_and_few_wait():
     one.round()
     assert [n for n, _ in order] == list(range(8))
     assert all(most <= n + 4 for n, most in order)
+
+
+@pytest.mark.parametrize("kind", [ClientThreads, SideBySide])
+def test_a_model_with_a_part_in_eval_mode_is_refused(kind):
+    """Copies of the model would train it."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    net[1].eval()
+    batches = [[(torch.randn(4, 3), torch.zeros(4).long())]] * 2
+    with pytest.raises(ValueError, match=r"^model: got a part that stays in eval mode, allowed"):
+        tcs.Federation(net, batches, "TCS", 0.1, trainer=kind)
