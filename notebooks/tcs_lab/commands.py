@@ -231,7 +231,7 @@ class _PlannedStage:
     follow: list[Job]
 
     def row(self, results: str | Path | None) -> dict[str, Any]:
-        """How much of the stage is made, and what is left."""
+        """Return how much of the stage is made, and what is left."""
         made = count_made({self.name: self.jobs}, results).to_dict("records")[0]
         left = expect([*missing_jobs(self.jobs, results), *self.follow], results)
         return {
@@ -260,7 +260,8 @@ def _sum(stages: list[_PlannedStage], results: str | Path | None) -> tuple[int, 
 def _each_stage(
     arguments: argparse.Namespace, jobs_of: Callable[[str], dict[str, list[Job]]]
 ) -> Iterator[tuple[str, str, list[Job]]]:
-    """The stages that are asked for, each with its file, its name, and its jobs by `jobs_of(file)`."""
+    """Return the stages that are asked for, each with its file, its name, and its jobs by
+    `jobs_of(file)`."""
     for file, stage in dict.fromkeys(map(_file_and_stage, arguments.plan)):
         stages = jobs_of(file)
         wanted = [stage] if stage else list(stages)
@@ -287,7 +288,7 @@ def _describe_left(planned: int, left: Expected, jobs: int) -> str:
 
 
 def _hours(left: Expected) -> str:
-    """The hours as a cell of a table; a question mark stands for those that are not known."""
+    """Return the hours as a cell of a table; a question mark stands for those that are not known."""
     known = [_number(left.hours)] if left.jobs > left.unknown or not left.jobs else []
     return " + ".join(known + (["?"] if left.unknown else []))
 
@@ -297,7 +298,7 @@ def _number(hours: float) -> str:
 
 
 def _check_count(option: str, value: int | None) -> Any:
-    """The value of an option that counts something, or None if it is not given."""
+    """Return the value of an option that counts something, or None if it is not given."""
     if value is not None and value < 1:
         raise ValueError(f"{option}: got {value}, allowed: a whole number >= 1")
     return value

@@ -236,8 +236,9 @@ def gains_of_tuning(table: pd.DataFrame) -> dict[str, float]:
 def fair_model(
     methods: Iterable[TunedScheme], groups: Mapping[str, bool] | None = None
 ) -> Comparison:
-    """The pooled model of scored runs, by method and seed, with the images that each got right. Only the
-    images that score count. `groups` says which methods scatter alike, by name; without it, all do."""
+    """Return the pooled model of scored runs, by method and seed, with the images that each got
+    right. Only the images that score count. `groups` says which methods scatter alike, by name;
+    without it, all do."""
     methods, accuracies, right = list(methods), {}, {}
     scored = [record for method in methods for record in method.scored.values()]
     check_same_data(scored, f"scored runs of {', '.join(method.name for method in methods)}")
@@ -357,7 +358,8 @@ def _add_judged_records(
     path: str | Path, read: Plan, question: Question, found: Mapping[str, Record],
     results: str | Path | None,
 ) -> dict[str, Record]:  # fmt: skip
-    """The records of a stage, with the judged ones if a scheme of the question is not among them."""
+    """Return the records of a stage, with the judged ones if a scheme of the question is not among
+    them."""
     there = {r["config"]["scheme"]["name"] for r in found.values()}
     if {name for name, _ in question.schemes} <= there:
         return dict(found)

@@ -58,7 +58,7 @@ def judge_claims(read: Claims, records: Mapping[str, Record]) -> pd.DataFrame:
 
 
 def _claim_row(claim: Claim) -> dict[str, Any]:
-    """What the file says of a claim, as columns."""
+    """Return what the file says of a claim, as columns."""
     second, (bound, value) = claim.second or ("", math.nan), claim.bounds[0]
     low, high = claim.paper_interval or (math.nan, math.nan)
     theirs = ""
@@ -76,7 +76,7 @@ def _claim_row(claim: Claim) -> dict[str, Any]:
 
 
 def _judge_by_model(claim: Claim, model: Comparison, confidence: float) -> dict[str, Any]:
-    """What the model over all runs says of a claim on accuracy."""
+    """Return what the model over all runs says of a claim on accuracy."""
     signs = {claim.first: 1, claim.second: -1}
     bound, value = claim.bounds[0]
     row = estimate_row(model.estimate(signs, confidence), value)
@@ -86,7 +86,7 @@ def _judge_by_model(claim: Claim, model: Comparison, confidence: float) -> dict[
 
 
 def _judge_by_seeds(claim: Claim, runs: RunsByScheme, confidence: float) -> dict[str, Any]:
-    """What the records say, seed by seed, of a claim on anything else."""
+    """Return what the records say, seed by seed, of a claim on anything else."""
     by_seed = [
         compare_measures(claim.measure, [runs.record(scheme, seed) for scheme in claim.schemes])
         for seed in runs.seeds(claim.schemes)
@@ -107,7 +107,7 @@ def _judge_by_seeds(claim: Claim, runs: RunsByScheme, confidence: float) -> dict
 
 
 def _name_files(claim: Claim, runs: RunsByScheme, n: int) -> dict[str, str]:
-    """The record files behind a claim, in the order of their seeds."""
+    """Return the record files behind a claim, in the order of their seeds."""
     seeds = runs.seeds(claim.schemes) if n else []
     files = [" ".join(runs.files[scheme][seed] for seed in seeds) for scheme in claim.schemes]
     return dict(zip(("first_records", "second_records"), [*files, ""], strict=False))
@@ -123,8 +123,8 @@ CLAIM_UNITS = (
 
 
 def readable_claims(table: pd.DataFrame) -> pd.DataFrame:
-    """The claims that we have measured, as a person reads them, verdicts in bold; `list_unmeasured`
-    has the rest."""
+    """Return the claims that we have measured, as a person reads them, verdicts in bold;
+    `list_unmeasured` has the rest."""
     rows = [
         {"Claim": row["says"], "Where": row["where"], "Supported if": format_bound(row),
          "Paper (interval)": format_estimate(row, "paper", "paper_low", "paper_high"),
@@ -138,8 +138,8 @@ def readable_claims(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def list_unmeasured(table: pd.DataFrame) -> str:
-    """One line that lists the claims that we have not measured, and why where it is not for lack of
-    records alone; "" if there are none."""
+    """Return one line that lists the claims that we have not measured, and why where it is not for
+    lack of records alone; "" if there are none."""
     rows = table[table["measured"].isna()]
     if len(rows) == len(table) and rows["reason"].str.startswith("no records").all():
         return f"Not measured: none of {len(table)} claims has its records yet."
@@ -151,20 +151,20 @@ def list_unmeasured(table: pd.DataFrame) -> str:
 
 
 def format_bound(row: Mapping[str, Any]) -> str:
-    """The bound as text, like "≥ −0.5"."""
+    """Return the bound as text, like "≥ −0.5"."""
     return f"{SIGNS[row['bound']]} {row['bound_value']:g}".replace("-", "−")
 
 
 def format_estimate(row: Mapping[str, Any], *keys: str) -> str:
-    """The mean with the ends of its interval, as a person reads them."""
+    """Return the mean with the ends of its interval, as a person reads them."""
     mean, low, high = (row[key] for key in keys or ("measured", "low", "high"))
     ends = (mean,) if math.isnan(low) else (low, high)
     return format_interval(mean, low, high, _number_format(row, *ends))
 
 
 def _number_format(row: Mapping[str, Any], *ends: float) -> str:
-    """How a row's numbers are written: with more digits where rounding would move an end over the
-    bound, or both ends to one number."""
+    """Return how a row's numbers are written: with more digits where rounding would move an end
+    over the bound, or both ends to one number."""
     form, keeps, bound = MEASURES[row["measure"]][1], KEEPS[row["bound"]], row["bound_value"]
     for digits in range(int(form[-3]), 10):
         form = f"{form[:-3]}{digits}{form[-2:]}"
@@ -176,13 +176,14 @@ def _number_format(row: Mapping[str, Any], *ends: float) -> str:
 
 
 def format_difference(row: Mapping[str, Any]) -> str:
-    """A difference without a bound: interval and n, or – where there is nothing."""
+    """Return a difference without a bound: interval and n, or – where there is nothing."""
     text = format_interval(row["measured"], row["low"], row["high"])
     return text if math.isnan(row["measured"]) else f"{text}, n = {row['n']}"
 
 
 def format_verdict(row: Mapping[str, Any]) -> str:
-    """The verdict with what belongs beside it, and the bootstrap's verdict if it is another one."""
+    """Return the verdict with what belongs beside it, and the bootstrap's verdict if it is another
+    one."""
     word, other = row["verdict"], differing_bootstrap_verdict(row)
     beside = f" (the bootstrap's interval says {other})" if other else ""
     if word == BY_CONSTRUCTION:
@@ -194,7 +195,7 @@ def format_verdict(row: Mapping[str, Any]) -> str:
 
 
 def differing_bootstrap_verdict(row: Mapping[str, Any]) -> str:
-    """The verdict that the bootstrap's half-width would give, if it is another one; else ""."""
+    """Return the verdict that the bootstrap's half-width would give, if it is another one; else ""."""
     half = row["bootstrap"]
     if math.isnan(half) or row["verdict"] not in (SUPPORTED, CONTRADICTED, OPEN):
         return ""

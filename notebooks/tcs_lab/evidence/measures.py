@@ -20,15 +20,15 @@ def _final_accuracy(record: Record) -> float:
 
 
 def _dense_overlap(record: Record) -> float:
-    """How much consecutive dense updates have their largest entries in common: the share beyond
-    chance, divided by what chance leaves, mean over the epochs. nan if no row says it."""
+    """Return how much consecutive dense updates have their largest entries in common: the share
+    beyond chance, divided by what chance leaves, mean over the epochs. nan if no row says it."""
     rows = pd.DataFrame(record["rows"], columns=["update_overlap", "update_overlap_chance"])
     chance = rows["update_overlap_chance"].astype(float)
     return float(((rows["update_overlap"].astype(float) - chance) / (1 - chance)).mean())
 
 
 def _own_share(record: Record) -> float:
-    """The share of a client's message that is outside the shared mask."""
+    """Return the share of a client's message that is outside the shared mask."""
     shared, own = _mask_sizes(record)
     return own / (shared + own)
 
@@ -49,7 +49,7 @@ COUNTED = ("own_share", "uplink", "uplink_whole", "downlink")  # not drawn by ch
 
 
 def compare_measures(measure: str, records: list[Record]) -> float:
-    """A measure of one record, or of the first of two beside the second."""
+    """Return a measure of one record, or of the first of two beside the second."""
     one, *other = map(MEASURES[measure][0], records)
     if measure in DIFFERENCES:
         return one - sum(other)
@@ -115,7 +115,7 @@ def count_explored(record: Record) -> int:
 
 
 def _mask_sizes(record: dict[str, Any]) -> tuple[int, int]:
-    """How many entries the shared mask has, and a client's own mask."""
+    """Return how many entries the shared mask has, and a client's own mask."""
     scheme, dimension = record["config"]["scheme"], record["dimension"]
     shared, own = (scheme[key] for key in ("phi_global", "phi_local"))
     return kept(shared, dimension) if shared else 0, kept(own, dimension) if own else 0

@@ -129,14 +129,14 @@ class RunsByScheme:
         }
 
     def seeds(self, schemes: Iterable[SchemeAtRate]) -> list[int]:
-        """The seeds that all of the schemes have."""
+        """Return the seeds that all of the schemes have."""
         return sorted(set.intersection(*(set(self.files.get(one, {})) for one in schemes)))
 
     def record(self, scheme: SchemeAtRate, seed: int) -> Record:
         return self.records[self.files[scheme][seed]]
 
     def judged(self) -> Iterable[tuple[SchemeAtRate, int, Record]]:
-        """All runs that are judged: scheme, seed, record."""
+        """Return all runs that are judged: scheme, seed, record."""
         for scheme, files in self.files.items():
             for seed in () if self.diverged[scheme] else files:
                 yield scheme, seed, self.record(scheme, seed)
@@ -153,12 +153,13 @@ class RunsByScheme:
 
 
 def scheme_of(record: Record) -> SchemeAtRate:
-    """A record's scheme with its learning rate."""
+    """Return a record's scheme with its learning rate."""
     return record["config"]["scheme"]["name"], record["config"]["learning_rate"]
 
 
 def fit_model(runs: RunsByScheme) -> Comparison:
-    """The model over the runs of one setting that are judged. A cell is a scheme with its rate."""
+    """Return the model over the runs of one setting that are judged. A cell is a scheme with its
+    rate."""
     accuracies, right = {}, {}
     for scheme, seed, record in runs.judged():
         accuracies[scheme, seed] = MEASURES["accuracy"][0](record)
@@ -168,7 +169,7 @@ def fit_model(runs: RunsByScheme) -> Comparison:
 
 
 def estimate_row(estimate: Estimate, bound: float = math.nan) -> dict[str, Any]:
-    """An estimate as columns of a table."""
+    """Return an estimate as columns of a table."""
     return {
         "measured": estimate.value, "low": estimate.low, "high": estimate.high, "n": estimate.n,
         "half": estimate.half, "half_seeds": estimate.half_of(estimate.seeds),
@@ -190,8 +191,8 @@ def _estimate(
     runs: RunsByScheme, model: Comparison, first: SchemeAtRate, second: SchemeAtRate,
     confidence: float,
 ) -> tuple[Estimate, str]:  # fmt: skip
-    """The estimate of the first scheme minus the second one, and the reason why there is none ("" if
-    there is one)."""
+    """Return the estimate of the first scheme minus the second one, and the reason why there is
+    none ("" if there is one)."""
     for schemes in ([first], [second], [first, second]):
         if reason := runs.find_obstacle(schemes):
             return Estimate(), reason
@@ -242,7 +243,8 @@ def _unequal_gaps(
     pair: tuple[SchemeAtRate, SchemeAtRate], unequal: RunsByScheme, equal: RunsByScheme,
     planned: Comparison, confidence: float,
 ) -> dict[str, tuple[Estimate, str]]:  # fmt: skip
-    """The three rows of one pair and setting: each an estimate, or the reason why there is none."""
+    """Return the three rows of one pair and setting: each an estimate, or the reason why there is
+    none."""
     own = fit_model(unequal)
     one, why = _estimate(unequal, own, *pair, confidence)
     other, why_other = _estimate(equal, planned, *pair, confidence)

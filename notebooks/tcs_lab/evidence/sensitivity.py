@@ -177,7 +177,8 @@ def _row(name: str, word: str, scheme: str, records: dict[str, dict[str, Any]]) 
 
 
 def readable_sensitivity(table: pd.DataFrame) -> pd.DataFrame:
-    """The measured rows of a sensitivity table, as a person reads them; the csv also names the files."""
+    """Return the measured rows of a sensitivity table, as a person reads them; the csv also names
+    the files."""
     rows = [
         {"Setting": r.setting, "Value": r.value, "Scheme": r.scheme, "Accuracy %": format_accuracy(r),
          "n": str(r.n), "MB up": format_four_digits(r.megabytes_up), "MB down": format_four_digits(r.megabytes_down),

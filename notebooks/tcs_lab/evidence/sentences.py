@@ -146,14 +146,15 @@ def sentences_table(
 
 
 def _word(row: Mapping[str, Any]) -> str:
-    """A claim's verdict. A claim by construction that does not keep its bound is contradicted."""
+    """Return a claim's verdict. A claim by construction that does not keep its bound is
+    contradicted."""
     if row["verdict"] == BY_CONSTRUCTION and not row["kept"]:
         return "contradicted"
     return str(row["verdict"])
 
 
 def _describe(row: Mapping[str, Any]) -> str:
-    """What was measured or counted for a claim, or ""."""
+    """Return what was measured or counted for a claim, or ""."""
     if math.isnan(row["measured"]):
         return ""
     first, second = row["first"], row["second"]
@@ -179,7 +180,7 @@ MEASURED_IN_WORDS = {
 
 
 def _flag(row: Mapping[str, Any]) -> str:
-    """A note that the bootstrap's interval gives another verdict on a difference, or ""."""
+    """Return a note that the bootstrap's interval gives another verdict on a difference, or ""."""
     if not (other := differing_bootstrap_verdict(row)):
         return ""
     difference = f"{row['first']} − {row['second']}"

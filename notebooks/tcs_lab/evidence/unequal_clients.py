@@ -81,7 +81,7 @@ def unequal_masks(
 
 
 def _of_tcs(records: Mapping[str, Record]) -> dict[int, Record]:
-    """The finished runs of TCS, by seed."""
+    """Return the finished runs of TCS, by seed."""
     return {
         record["config"]["seed"]: record
         for record in records.values()

@@ -24,12 +24,12 @@ STATE_VERSION = 3
 
 
 def checkpoint_path(config: RunConfig) -> Path:
-    """The file of a run's checkpoint."""
+    """Return the file of a run's checkpoint."""
     return cache_folder() / "checkpoints" / f"{config.profile}-{config.record_name[:-5]}.pt"
 
 
 def _conditions(config: RunConfig, training: Training) -> dict[str, Any]:
-    """What a checkpoint and the run that goes on from it must have in common."""
+    """Return what a checkpoint and the run that goes on from it must have in common."""
     data = training.fingerprint
     return {"state version": STATE_VERSION, "settings": config.digest, "data": data}
 
@@ -102,8 +102,8 @@ def _read_checkpoint(
 
 
 def epochs_kept(config: RunConfig) -> int:
-    """How many epochs of a run its checkpoint holds; 0 without a checkpoint, or with one that cannot
-    be used (the run itself says why). Its data are not compared."""
+    """Return how many epochs of a run its checkpoint holds; 0 without a checkpoint, or with one
+    that cannot be used (the run itself says why). Its data are not compared."""
     path = checkpoint_path(config)
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)

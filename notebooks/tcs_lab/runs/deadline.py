@@ -50,8 +50,8 @@ def next_to_start(
 
 
 def most_at_once(sharing: Sequence[float]) -> int:
-    """The number of runs at once with which a machine gets the most done: n runs that each take
-    `sharing[n-1]` times as long do as much as n / sharing[n-1] runs alone."""
+    """Return the number of runs at once with which a machine gets the most done: n runs that each
+    take `sharing[n-1]` times as long do as much as n / sharing[n-1] runs alone."""
     most = 1
     while most < len(sharing) and (most + 1) / sharing[most] > most / sharing[most - 1]:
         most += 1
@@ -59,8 +59,8 @@ def most_at_once(sharing: Sequence[float]) -> int:
 
 
 def seconds_together(works: Sequence[float], sharing: Sequence[float]) -> float:
-    """The seconds until all of these runs have ended, if they begin together. The fewer are still
-    running, the faster each of them goes."""
+    """Return the seconds until all of these runs have ended, if they begin together. The fewer are
+    still running, the faster each of them goes."""
     passed, done = 0.0, 0.0
     for ended, work in enumerate(sorted(works)):
         passed += (work - done) * sharing[len(works) - ended - 1]
@@ -214,7 +214,7 @@ class Deadline:
         write_whole(self.pack, write)
 
     def table(self) -> pd.DataFrame:
-        """A table that says of each job what has become of it."""
+        """Return a table that says of each job what has become of it."""
         attempts = self.attempts.values()
         return pd.DataFrame([one.job.columns | {"outcome": one.outcome} for one in attempts])
 

@@ -91,7 +91,7 @@ def _forecast_of(count: int, what: str, seconds: float) -> str:
 
 
 def _in_words(seconds: float) -> str:
-    """One number that a person can plan with: 40 seconds, 3 minutes, 5 hours, 12 days."""
+    """Return one number that a person can plan with: 40 seconds, 3 minutes, 5 hours, 12 days."""
     for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60), ("second", 1)):
         if seconds >= 1.5 * length:
             return f"{seconds / length:,.0f} {unit}s"
@@ -99,8 +99,8 @@ def _in_words(seconds: float) -> str:
 
 
 def estimate_run(config: RunConfig, results: str | Path | None) -> float:
-    """The seconds that a run takes: its samples, times the seconds that one sample takes by records
-    of its profile, or in a few rounds that are timed now."""
+    """Return the seconds that a run takes: its samples, times the seconds that one sample takes by
+    records of its profile, or in a few rounds that are timed now."""
     pace = _recorded_pace(config, results) or _timed_pace(config)
     return pace * config.epochs * _samples(config.identity())
 
@@ -115,7 +115,8 @@ _TEST_SHARE = 1 / 3  # of the time of training on a sample: a test has no backwa
 
 
 def _samples(identity: Mapping[str, Any]) -> float:
-    """The samples that an epoch of a run trains on, and those that it tests at what these cost."""
+    """Return the samples that an epoch of a run trains on, and those that it tests at what these
+    cost."""
     if identity["dataset"] == "text":
         text = load_text()
         train, test = (
@@ -136,8 +137,8 @@ _SIZE = ("dataset", "image_size", "context", "model", "width", "precision")
 
 
 def _recorded_pace(config: RunConfig, results: str | Path | None) -> float | None:
-    """The median seconds that a sample took in runs of the same scheme on such a machine, or else in
-    those of schemes with as many local steps. None if there are no such records."""
+    """Return the median seconds that a sample took in runs of the same scheme on such a machine, or
+    else in those of schemes with as many local steps. None if there are no such records."""
     alike, device = _kinds(config.identity()), device_name(config.torch_device)
     folders = dict.fromkeys(results_folder(config.profile, where) for where in (results, None))
     recorded = [one for folder in folders for one in _paces(folder, _changed(folder))]
@@ -151,7 +152,8 @@ def _recorded_pace(config: RunConfig, results: str | Path | None) -> float | Non
 
 
 def _kinds(identity: Mapping[str, Any]) -> tuple[Any, Any]:
-    """What runs have in common that take about as long: their scheme, or only its local steps."""
+    """Return what runs have in common that take about as long: their scheme, or only its local
+    steps."""
     scheme = identity["scheme"]
     # a record that is older than a field was made with the field's default
     size = tuple(identity.get(key, getattr(RunConfig, key)) for key in _SIZE)
@@ -186,7 +188,8 @@ _TIMED: dict[Any, float] = {}
 
 
 def _timed_pace(config: RunConfig) -> float:
-    """The seconds of a sample in rounds of such a run with a few clients, without its dense start."""
+    """Return the seconds of a sample in rounds of such a run with a few clients, without its dense
+    start."""
     clients = _ROUND_SAMPLES // (config.batch * config.scheme.local_steps)
     few = replace(
         config, clients=max(1, min(config.client_count, clients)),
@@ -211,7 +214,7 @@ def _images_of_size(count: int, size: int | None) -> Dataset:
 
 
 def _seconds_a_round(config: RunConfig, samples: int) -> float:
-    """The time of the fastest of a few rounds. The number of torch's threads stays as it is."""
+    """Return the time of the fastest of a few rounds. The number of torch's threads stays as it is."""
     data: Data
     if config.dataset == "text":
         data = load_text()

@@ -49,7 +49,7 @@ class Job(ABC):
 
     @abstractmethod
     def path(self, results: str | Path | None = None) -> Path:
-        """The file of the job's record."""
+        """Return the file of the job's record."""
 
     @abstractmethod
     def make(self, tell: Tell = None) -> Record:
@@ -80,11 +80,11 @@ class Job(ABC):
         return f"{self.name}, part {row['epoch']}/{self.length}"
 
     def seconds_alone(self, results: str | Path | None = None) -> float | None:
-        """About how many seconds the whole job takes; None if that is not known."""
+        """Return about how many seconds the whole job takes; None if that is not known."""
         return None if self.minutes is None else 60 * self.minutes
 
     def lock(self, results: str | Path | None = None) -> Path:
-        """The path that is locked while a process makes the job."""
+        """Return the path that is locked while a process makes the job."""
         return self.path(results)
 
     @property
@@ -93,11 +93,11 @@ class Job(ABC):
         return True
 
     def with_threads(self, threads: int) -> Job:
-        """The same job on so many CPU threads, if it does not say itself how many."""
+        """Return the same job on so many CPU threads, if it does not say itself how many."""
         return self
 
     def parts_kept(self) -> int:
-        """How many parts a checkpoint holds."""
+        """Return how many parts a checkpoint holds."""
         return 0
 
     def forget(self) -> None:  # noqa: B027
@@ -128,12 +128,12 @@ class Job(ABC):
 
     @classmethod
     def seconds_taken(cls, record: Record) -> float:
-        """The seconds that the job of this record took; 0 if the record does not say it."""
+        """Return the seconds that the job of this record took; 0 if the record does not say it."""
         return record.get("seconds", 0.0)
 
     @classmethod
     def facts(cls, record: Record, path: Path) -> Mapping[str, Any]:
-        """The facts by which `index.find_records` finds records of this kind."""
+        """Return the facts by which `index.find_records` finds records of this kind."""
         return record
 
 

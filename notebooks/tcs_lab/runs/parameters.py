@@ -71,8 +71,9 @@ def check_parameter(key: str, value: Any) -> Any:
 
 
 def params_file(key: str, value: Any) -> Path:
-    """The file under params/ that a notebook's parameter names: a `table` by its number, a profile
-    by its name. ValueError names the parameter, what was given, and which files there are."""
+    """Return the file under params/ that a notebook's parameter names: a `table` by its number, a
+    profile by its name. ValueError names the parameter, what was given, and which files there are.
+    """
     value, prefix = to_python(value), "table" if key.startswith("table") else ""
     known = sorted(_named_files(prefix or "profile"))
     if type(value) not in (str, int) or str(value) not in known:
@@ -92,7 +93,7 @@ def profile_params(key: str, name: Any, given: dict[str, Any]) -> dict[str, Any]
 
 @cache
 def _named_files(kind: str) -> list[str]:
-    """The names of the tables, or of the profiles, that have a file under params/."""
+    """Return the names of the tables, or of the profiles, that have a file under params/."""
     names = []
     for path in (ROOT / "params").glob("*.yaml"):
         name = read_params([path]).get(kind)
@@ -166,7 +167,8 @@ def _used_names(cell: str) -> set[str] | None:
 
 
 def _papermill_names(namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
-    """The names that papermill assigned, and those of the cell before, the notebook's parameters."""
+    """Return the names that papermill assigned, and those of the cell before, the notebook's
+    parameters."""
     injected, defaults = set[str](), set[str]()
     cells = namespace.get("In", [])
     for before, cell in itertools.pairwise(["", *cells]):
@@ -177,7 +179,8 @@ def _papermill_names(namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
 
 
 def _only_assigns(cell: str) -> bool:
-    """Whether a cell looks like one of parameters: it has assignments and comments, but no call."""
+    """Return whether a cell looks like one of parameters: it has assignments and comments, but no
+    call."""
     try:
         nodes = ast.parse(cell).body
     except SyntaxError:
@@ -260,7 +263,7 @@ MAX_PARAMS_BYTES = 1 << 20
 
 
 def _like(path: Path) -> str:
-    """The files beside a path, as text: those whose names begin alike (rivals_…), or all."""
+    """Return the files beside a path, as text: those whose names begin alike (rivals_…), or all."""
     there = sorted(other.name for other in path.parent.glob(f"*{path.suffix}"))
     family = path.name.split("_")[0] + "_"
     return ", ".join([name for name in there if name.startswith(family)] or there) or "a file"

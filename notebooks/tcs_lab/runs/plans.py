@@ -209,7 +209,7 @@ class TrainingStage(Stage):
         ]
 
     def searches(self, planning: Planning) -> list[Search]:
-        """The searches for the learning rates of the stage's schemes."""
+        """Return the searches for the learning rates of the stage's schemes."""
         tuning, profile = planning.plan.tuning, {**planning.profile, **planning.changes}
         if tuning is None:
             return []
@@ -298,7 +298,8 @@ def _of_each_stage(
 def plan_runs(
     path: str | Path, changes: Mapping[str, Any] | None = None, results: str | Path | None = None
 ) -> dict[str, list[RunConfig]]:
-    """The configurations of the jobs that `plan_jobs` names, for the stages that train RunConfigs."""
+    """Return the configurations of the jobs that `plan_jobs` names, for the stages that train
+    RunConfigs."""
     stages = plan_jobs(path, changes, results).items()
     runs = {name: [job for job in jobs if isinstance(job, Run)] for name, jobs in stages}
     return {name: [job.config for job in jobs] for name, jobs in runs.items() if jobs}
@@ -356,8 +357,8 @@ class Search:
         return config
 
     def accuracy(self, factor: float) -> float | None:
-        """The accuracy of a factor on the images that choose, 0..1; minus infinity if the run diverged,
-        None if it is not made yet."""
+        """Return the accuracy of a factor on the images that choose, 0..1; minus infinity if the
+        run diverged, None if it is not made yet."""
         run = Run(self.config(factor, self.tuning.seed))
         if not run.is_made(self.results):
             return None
@@ -366,8 +367,8 @@ class Search:
         return float("-inf") if diverged else measure_accuracy(record, self.tuning.choose_on)
 
     def tried(self) -> dict[float, float | None]:
-        """The factors to try, each with its accuracy, or None if its run is not made yet. If two are
-        equally good, the smaller one counts as the best."""
+        """Return the factors to try, each with its accuracy, or None if its run is not made yet. If
+        two are equally good, the smaller one counts as the best."""
         grid = self.tuning.grid
 
         def neighbour(factor: float, side: int) -> float | None:
@@ -418,8 +419,8 @@ def _best(tried: Mapping[float, Any]) -> float:
 
 
 def _tuned_runs(searches: list[Search], seeds: list[int]) -> list[Run]:
-    """The runs that try the first factors, factor by factor; then those that try factors beyond; then
-    those that are scored, seed by seed."""
+    """Return the runs that try the first factors, factor by factor; then those that try factors
+    beyond; then those that are scored, seed by seed."""
     tried = {search.scheme: list(search.tried()) for search in searches}
     runs = []
     tuning = searches[0].tuning  # all of them have the same

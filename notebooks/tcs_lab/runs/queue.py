@@ -137,6 +137,6 @@ def _by_workers(results: str | Path | None, jobs: int, bar: Progress) -> Iterato
 
 
 def _is_free(job: Job, results: str | Path | None) -> bool:
-    """Whether no process is making this job."""
+    """Return whether no process is making this job."""
     with hold_lock(job.lock(results)) as free:
         return free

@@ -41,7 +41,7 @@ Record = dict[str, Any]
 
 
 def results_folder(profile: str, results: str | Path | None = None) -> Path:
-    """The folder of a profile's results, in the project's results folder or in another one."""
+    """Return the folder of a profile's results, in the project's results folder or in another one."""
     return (Path(results) if results else ROOT / "results") / profile
 
 
@@ -57,7 +57,7 @@ def write_record(path: Path, record: Record) -> Record:
 
 
 def _content_sha256(record: Record) -> str:
-    """The checksum of a record's content, which is all of it but "sha256" itself."""
+    """Return the checksum of a record's content, which is all of it but "sha256" itself."""
     content = {key: value for key, value in record.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -125,7 +125,7 @@ _REPEATS = {
 
 
 def rounding(config: RunConfig) -> dict[str, Any]:
-    """What decides how a run's sums are rounded, beside the code."""
+    """Return what decides how a run's sums are rounded, beside the code."""
     device, one_core = config.torch_device, uses_client_threads(config)
     return {
         "torch": torch.__version__,
@@ -140,7 +140,8 @@ def rounding(config: RunConfig) -> dict[str, Any]:
 
 
 def way_of(config: RunConfig) -> dict[str, Any]:
-    """What decides the numbers of a run's rows beside its settings: how sums are rounded, and the code."""
+    """Return what decides the numbers of a run's rows beside its settings: how sums are rounded,
+    and the code."""
     return rounding(config) | {"core_sha256": _CORE_SHA256, "lab_sha256": _LAB_SHA256}
 
 
@@ -157,7 +158,8 @@ _LAB_SHA256 = hashlib.sha256(_LAB_SOURCE).hexdigest()
 
 @cache
 def core_sha256() -> str:
-    """The hash of the core's code as it was imported, without comments, docstrings and line breaks.
+    """Return the hash of the core's code as it was imported, without comments, docstrings and line
+    breaks.
 
     It stands under every notebook, because what a notebook shows stays true when a comment is
     mended. (Records hold the hash of the file as it is, as "core_sha256".)
@@ -182,7 +184,7 @@ def describe_provenance(records: Iterable[dict[str, Any]]) -> str:
 
 
 def code_sha256(source: bytes) -> str:
-    """The sha256 of what a Python file does: of its syntax tree without docstrings, as text."""
+    """Return the sha256 of what a Python file does: of its syntax tree without docstrings, as text."""
     tree = ast.parse(source)
     with_docstrings = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for node in ast.walk(tree):
@@ -192,7 +194,7 @@ def code_sha256(source: bytes) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """What the processor or the GPU is called."""
+    """Return what the processor or the GPU is called."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
@@ -304,14 +306,15 @@ def check_same_data(records: Iterable[Record], where: str | Iterable[Path]) -> N
 
 
 def data_source(config: dict[str, Any]) -> tuple:
-    """What a fingerprint belongs to: a data set, or the part of it that was cut to be resized."""
+    """Return what a fingerprint belongs to: a data set, or the part of it that was cut to be
+    resized."""
     cut = ("train_samples", "test_samples", "test_unused", "image_size")
     return (config["dataset"], *(config.get(key) for key in cut if config.get("image_size")))
 
 
 def config_of(record: dict[str, Any], **where: Any) -> RunConfig:
-    """The configuration that makes a record's run again, in the same way. `where` sets what a record
-    does not hold (data_root, device) or changes how the run is made (threads, graph, ...).
+    """Return the configuration that makes a record's run again, in the same way. `where` sets what
+    a record does not hold (data_root, device) or changes how the run is made (threads, graph, ...).
 
     Raises ValueError if this core has no such run, because its rule is from outside or because the
     record has a field that this core does not know.

@@ -271,8 +271,8 @@ def run_all(
     configs: Iterable[RunConfig | Run], results: str | Path | None = None, jobs: int = 1,
     progress: bool = True,
 ) -> list[Record]:  # fmt: skip
-    """Every configuration's record, in order; a run that is asked for twice is made once. A `Run` of
-    a subclass may stand for a configuration.
+    """Return every configuration's record, in order; a run that is asked for twice is made once. A
+    `Run` of a subclass may stand for a configuration.
 
     The runs go through the queue (see `run_queue`): with several `jobs`, so many processes work side
     by side, each with its share of the threads. Runs of rules that were registered elsewhere than

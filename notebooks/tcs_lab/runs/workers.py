@@ -167,7 +167,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def _teller(told: Path, digest: str) -> Callable[[dict[str, Any]], None]:
-    """A function that appends each row of a job to the file that `progress.show_rows` reads."""
+    """Return a function that appends each row of a job to the file that `progress.show_rows` reads."""
 
     def tell(row: dict[str, Any]) -> None:
         with contextlib.suppress(OSError), told.open("a", encoding="utf-8") as file:

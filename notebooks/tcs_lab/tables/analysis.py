@@ -38,8 +38,9 @@ class Fit:
     groups: tuple[Hashable, ...]  # of each run; the residuals of a group have one variance
 
     def group_variance(self, group: Hashable) -> tuple[float, float]:
-        """The variance of one residual of a group and its degrees of freedom, which add up to R minus the
-        design's rank over all groups. The variance is nan without degrees of freedom."""
+        """Return the variance of one residual of a group and its degrees of freedom, which add up
+        to R minus the design's rank over all groups. The variance is nan without degrees of
+        freedom."""
         its_R = self.group_mask(group)
         squares = float(self.residuals_R[its_R] @ self.residuals_R[its_R])
         freedom = round(float(np.sum(1 - self.leverages_R[its_R])), 9)
@@ -50,7 +51,7 @@ class Fit:
         return np.array([one == group for one in self.groups])
 
     def variance_of(self, weights_R: np.ndarray) -> tuple[float, float]:
-        """The variance of the sum of weighted values, and its degrees of freedom."""
+        """Return the variance of the sum of weighted values, and its degrees of freedom."""
         variances, freedoms = [], []
         for group in dict.fromkeys(self.groups):
             its_R = self.group_mask(group)
@@ -61,8 +62,8 @@ class Fit:
         return add_variances(variances, freedoms)
 
     def weights(self, signs: Mapping[Cell, float]) -> np.ndarray:
-        """The weights (R,) with which the values add up to the estimate of sum(sign x cell). The signs have
-        to add up to zero."""
+        """Return the weights (R,) with which the values add up to the estimate of sum(sign x cell).
+        The signs have to add up to zero."""
         places = {cell: place for place, cell in enumerate(self.cells)}
         contrast_P = np.zeros(len(self.solver_PR))
         for cell, sign in signs.items():
@@ -108,8 +109,8 @@ def add_variances(variances: Sequence[float], freedoms: Sequence[float]) -> tupl
 
 
 def images_variance(gaps_SI: np.ndarray) -> float:
-    """The part of a difference's variance that comes from drawing images, by gaps (seeds, images) in
-    points, 100 x (right minus right).
+    """Return the part of a difference's variance that comes from drawing images, by gaps (seeds,
+    images) in points, 100 x (right minus right).
 
     The interaction of images and seeds is taken out, because it is in the seeds' part already. nan
     for one seed, which cannot tell the two apart.
@@ -171,7 +172,7 @@ class Estimate:
         return self.value + self.half
 
     def p(self, bound: float) -> float:
-        """The two-sided p of the difference from a bound; nan where there is no interval."""
+        """Return the two-sided p of the difference from a bound; nan where there is no interval."""
         if math.isnan(self.half):
             return math.nan
         if not self.variance:
@@ -203,7 +204,7 @@ class Comparison:
         return fit_additive(list(self.accuracies.values()), cells, seeds, groups)
 
     def seeds(self, *cells: Cell) -> list[int]:
-        """The seeds that all of the cells have."""
+        """Return the seeds that all of the cells have."""
         of_each = [{seed for c, seed in self.accuracies if c == cell} for cell in cells]
         return sorted(set.intersection(*of_each))
 
@@ -228,7 +229,8 @@ class Comparison:
         )
 
     def gaps(self, signs: Mapping[Cell, float], seeds: Sequence[int]) -> np.ndarray | None:
-        """The gaps (seeds, images) in points of sum(sign x cell); None if a run did not keep its outcomes."""
+        """Return the gaps (seeds, images) in points of sum(sign x cell); None if a run did not keep
+        its outcomes."""
         if any((cell, seed) not in self.right for cell in signs for seed in seeds):
             return None
         rows = [

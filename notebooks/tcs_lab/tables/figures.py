@@ -70,12 +70,12 @@ LOOK: dict[Any, Any] = {
 
 
 def series_style(i: int) -> dict[str, Any]:
-    """The colour, dashes and marker of a figure's i-th curve, where curves are not schemes."""
+    """Return the colour, dashes and marker of a figure's i-th curve, where curves are not schemes."""
     return {"color": COLOURS[i % 8], "linestyle": DASHES[i % 4], "marker": MARKERS[i % 8]}
 
 
 def curve_style(name: str, others: Iterable[str] = ()) -> dict[str, Any]:
-    """The colour, dashes and marker of a scheme's curve, which are the same in all figures.
+    """Return the colour, dashes and marker of a scheme's curve, which are the same in all figures.
 
     A name that is not in the list gets a colour that depends on the name alone, unless one of the
     `others` in the figure has it already. Black is only for the Baseline.
@@ -93,14 +93,15 @@ def curve_style(name: str, others: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def contrast(colour: str) -> float:
-    """The contrast of a colour, "#rrggbb", on white, as WCAG 2 defines it: 1 (white) to 21 (black)."""
+    """Return the contrast of a colour, "#rrggbb", on white, as WCAG 2 defines it: 1 (white) to 21
+    (black)."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
     return 1.05 / (0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05)
 
 
 def text_colour(colour: str) -> str:
-    """The colour, or a darker one of its kind in which text on white can be read."""
+    """Return the colour, or a darker one of its kind in which text on white can be read."""
     parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     while contrast(colour) < CONTRAST:
         parts = [int(0.97 * part) for part in parts]

@@ -64,14 +64,14 @@ def count_sends(record: Record) -> int:
 
 
 def participants(record: Record) -> int:
-    """The number of clients that take part in a round."""
+    """Return the number of clients that take part in a round."""
     config = record["config"]
     return kept(config["participation"], config["clients"])
 
 
 def traffic(record: dict[str, Any]) -> dict[str, float]:
-    """The bytes of one client's messages in a whole run, with all overhead: "up", "down", and "warm-up",
-    which is the part of both that dense rounds, or rounds with larger masks, took.
+    """Return the bytes of one client's messages in a whole run, with all overhead: "up", "down",
+    and "warm-up", which is the part of both that dense rounds, or rounds with larger masks, took.
 
     All are zero for centralized training. Where only some clients take part in a round, the client
     is one that takes part in every round.
@@ -93,7 +93,7 @@ def traffic(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _wide_epoch(config: dict[str, Any], row: Row) -> bool:
-    """Whether an epoch belongs to a sparse warm-up, with larger masks."""
+    """Return whether an epoch belongs to a sparse warm-up, with larger masks."""
     wide = config["scheme"].get("warmup_masks", 1) > 1
     return wide and row["epoch"] <= config["warmup_epochs"]
 
@@ -109,8 +109,8 @@ def _always_dense(scheme: dict[str, Any]) -> bool:
 def mean_interval(
     values: Iterable[float], confidence: float = CONFIDENCE
 ) -> tuple[float, float, float]:
-    """The mean of the values with Student's interval, (mean, low, high). The interval of a single value
-    is infinite."""
+    """Return the mean of the values with Student's interval, (mean, low, high). The interval of a
+    single value is infinite."""
     values = np.asarray(list(values), dtype=float)
     if not len(values):
         return NONE
@@ -129,9 +129,9 @@ def half_interval(values: np.ndarray, confidence: float) -> float:
 def welch_interval(
     one: tuple[float, float], other: tuple[float, float]
 ) -> tuple[float, float, float]:
-    """The difference of two printed means with Welch's interval. Both are given as (mean, standard
-    deviation) over PAPER_TRIALS trials. Printed numbers are not paired, so nothing better is
-    possible."""
+    """Return the difference of two printed means with Welch's interval. Both are given as (mean,
+    standard deviation) over PAPER_TRIALS trials. Printed numbers are not paired, so nothing better
+    is possible."""
     a, b = one[1] ** 2 / PAPER_TRIALS, other[1] ** 2 / PAPER_TRIALS
     freedom = (a + b) ** 2 * (PAPER_TRIALS - 1) / (a**2 + b**2) if a + b else math.nan
     half = stdtrit(freedom, (1 + CONFIDENCE) / 2) * math.sqrt(a + b) if a + b else 0.0
@@ -182,7 +182,7 @@ def _finals(records: list[Record]) -> dict[int, float]:
 
 
 def _describe_records(config: dict[str, Any], records: list[Record]) -> dict[str, Any]:
-    """The columns that the records of one scheme fill."""
+    """Return the columns that the records of one scheme fill."""
     finished = [r for r in records if r["status"] == "finished"]
     final = pd.Series(_finals(records), dtype=float)
     losses = [r["rows"][-1].get("train_loss", math.nan) for r in finished]
@@ -208,7 +208,8 @@ SENT = (
 
 
 def _sent(record: Record) -> dict[str, float]:
-    """A run's bits per parameter and iteration, and its megabytes in all; nan where nothing is sent."""
+    """Return a run's bits per parameter and iteration, and its megabytes in all; nan where nothing
+    is sent."""
     bits = bits_per_parameter(record)
     unit = math.nan if record["config"]["scheme"]["centralized"] else 1e6
     flow = [number / unit for number in traffic(record).values()]
@@ -221,14 +222,15 @@ NO_GAP = dict(zip(_GAP, NONE, strict=True)) | {"difference_n": 0}
 
 
 def _gaps(records: list[Record], base: dict[int, float]) -> dict[str, float]:
-    """The accuracy minus the Baseline's of the same seed, with mean and interval over the seeds of both."""
+    """Return the accuracy minus the Baseline's of the same seed, with mean and interval over the
+    seeds of both."""
     ours = _finals(records)
     pairs = [ours[seed] - base[seed] for seed in sorted(ours.keys() & base.keys())]
     return dict(zip(_GAP, mean_interval(pairs), strict=True)) | {"difference_n": len(pairs)}
 
 
 def _read_paper_row(name: str, paper: dict[str, list]) -> dict[str, float]:
-    """The paper's numbers for a scheme, accuracies 0..1, and the difference to its Baseline."""
+    """Return the paper's numbers for a scheme, accuracies 0..1, and the difference to its Baseline."""
     (mean, deviation, bits), base = (
         [math.nan if v is None else v for v in paper.get(n, NONE)] for n in (name, "Baseline")
     )
@@ -266,9 +268,9 @@ NOTE_PLANNED = _NOTE.format(
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """The measured rows of a summary, as a person reads them: accuracies in percent, mean ± standard
-    deviation; differences in points with 95 % intervals; bits per parameter and local iteration;
-    megabytes. The paper's columns are left out where it says nothing.
+    """Return the measured rows of a summary, as a person reads them: accuracies in percent, mean ±
+    standard deviation; differences in points with 95 % intervals; bits per parameter and local
+    iteration; megabytes. The paper's columns are left out where it says nothing.
     """
     rows = [_readable_row(row) for row in keep_measured(table).itertuples()]
     text = pd.DataFrame(rows, columns=COLUMNS)
@@ -304,7 +306,7 @@ def _readable_row(r: Any) -> tuple[str, ...]:
 
 
 def format_accuracy(row: Any) -> str:
-    """The accuracy of a row of a table, over its seeds, as a person writes it."""
+    """Return the accuracy of a row of a table, over its seeds, as a person writes it."""
     if row.diverged:
         return f"diverged ({row.diverged} of {row.n + row.diverged})"
     return _percent(row.accuracy, row.accuracy_std, ".2f") if row.n else "not measured"
@@ -318,12 +320,13 @@ def _percent(mean: float, deviation: float, form: str) -> str:
 
 
 def format_four_digits(value: float) -> str:
-    """A number with at most four digits."""
+    """Return a number with at most four digits."""
     return f"{value:.4g}" if abs(value) < 9999.5 else format_number(value, 4)
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """A number as a person writes it, with so many digits: 0.0123, 1,870, 4 × 10⁻⁷; – for nan."""
+    """Return a number as a person writes it, with so many digits: 0.0123, 1,870, 4 × 10⁻⁷; – for
+    nan."""
     if math.isnan(value):
         return "–"
     if math.isinf(value):
@@ -340,19 +343,20 @@ RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def format_times(ratio: float) -> str:
-    """A factor as a person writes it, with three digits at most: 8.8, 88, 1,910."""
+    """Return a factor as a person writes it, with three digits at most: 8.8, 88, 1,910."""
     return f"{ratio:.1f}" if ratio < 10 else f"{float(f'{ratio:.3g}'):,.0f}"
 
 
 def paper_factor(name: str) -> float:
-    """How many times fewer bits a scheme sends than dense training, on the uplink and after the warm-up,
-    by the paper's formula. (The paper's tables print the formula's bits with four digits at most.)"""
+    """Return how many times fewer bits a scheme sends than dense training, on the uplink and after
+    the warm-up, by the paper's formula. (The paper's tables print the formula's bits with four
+    digits at most.)"""
     return 32 / bit_budget(name)
 
 
 def format_interval(mean: float, low: float, high: float, form: str = "{:+.2f}") -> str:
-    """A number with its interval, as in "+0.21 (−0.08 to +0.50)", or without one where there is none; –
-    for nan. A number that rounds to zero has no sign."""
+    """Return a number with its interval, as in "+0.21 (−0.08 to +0.50)", or without one where there
+    is none; – for nan. A number that rounds to zero has no sign."""
     if math.isnan(mean):
         return "–"
     texts = (form.format(value).replace("-", "−") for value in (mean, low, high))
@@ -385,8 +389,8 @@ def save_table(
 
 
 def plain_markdown(table: pd.DataFrame) -> str:
-    """A table of texts as Markdown, for files and terminals. Words stand on the left of their column,
-    numbers on the right."""
+    """Return a table of texts as Markdown, for files and terminals. Words stand on the left of
+    their column, numbers on the right."""
     marks = ["---:" if _is_numeric(table.iloc[:, i]) else ":---" for i in range(table.shape[1])]
     lines = [list(table.columns), marks, *table.values]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
@@ -398,14 +402,14 @@ _WORD = re.compile(r"[^\W\d_]{4,}")
 
 
 def _is_numeric(column: pd.Series) -> bool:
-    """Whether most cells that are not empty are numbers, perhaps with an interval or a unit."""
+    """Return whether most cells that are not empty are numbers, perhaps with an interval or a unit."""
     cells = [text for text in map(str, column) if text not in _EMPTY]
     numbers = sum(bool(_NUMBER.match(text)) and not _WORD.search(text) for text in cells)
     return 2 * numbers > len(cells) or (not cells and len(column) > 0)
 
 
 def markdown(table: pd.DataFrame) -> str:
-    """A table of texts as Markdown, for a page: names and numbers stay on one line."""
+    """Return a table of texts as Markdown, for a page: names and numbers stay on one line."""
     return prevent_line_breaks(plain_markdown(table))
 
 

@@ -72,7 +72,7 @@ def write_verdicts(
 
 
 def verdict_on(notebook: str, statement: str) -> str:
-    """The verdict of a notebook on one of its statements; "not measured" before it has run.
+    """Return the verdict of a notebook on one of its statements; "not measured" before it has run.
 
     ValueError if the notebook has run and makes no such statement.
     """

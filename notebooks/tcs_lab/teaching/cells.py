@@ -94,7 +94,7 @@ def describe_figure(figure: Any) -> str:
 
 
 def bold(word: str) -> str:
-    """A word that `print` shows in bold, in a notebook or on a terminal."""
+    """Return a word that `print` shows in bold, in a notebook or on a terminal."""
     return f"\x1b[1m{word}\x1b[0m"
 
 
@@ -165,7 +165,7 @@ def judge_mean(mean: float, half: float, least: float = 0.0) -> str:
 
 
 def paired_gain(ours: Iterable[float], theirs: Iterable[float]) -> tuple[float, float]:
-    """The mean of the differences, pair by pair, and half of Student's interval for it.
+    """Return the mean of the differences, pair by pair, and half of Student's interval for it.
 
     For one pair there is no interval, and half is infinite. ValueError if the counts differ.
     """

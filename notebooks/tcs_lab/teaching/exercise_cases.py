@@ -15,7 +15,7 @@ from tcs_lab.teaching.exercises import Case, exercise, shown_value
 
 
 def _copy(vector_D: Tensor | None) -> Tensor:
-    """A copy of a vector that a client or a server of the core keeps."""
+    """Return a copy of a vector that a client or a server of the core keeps."""
     assert vector_D is not None
     return vector_D.clone()
 
@@ -43,7 +43,7 @@ def _valley_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
 def _make_federation(
     theta_D: Tensor, batches: list, scheme: tcs.Scheme, eta: float
 ) -> tcs.Federation:
-    """The core's federation of one client, with a batch for every local step."""
+    """Return the core's federation of one client, with a batch for every local step."""
     return tcs.Federation(_Valley(theta_D), [batches], scheme, eta, loss=_valley_loss)
 
 
@@ -363,7 +363,7 @@ def _fair_top_k() -> Iterator[Case]:
 
 
 def _momentum_rounds(seed: int, rounds: int, eta: float, beta: float) -> Iterator[tuple]:
-    """The core's theta and momentum before a round, its update, and both after it."""
+    """Return the core's theta and momentum before a round, its update, and both after it."""
     batches = [(torch.tensor([1.0, 0.5, 2.0]), _draw(seed + t, 3)) for t in range(1, rounds + 1)]
     scheme = tcs.Scheme.named("FedSGD", momentum=beta)
     federation = _make_federation(_draw(seed, 3), batches, scheme, eta)

@@ -92,8 +92,8 @@ def _line(off: str, hint: str, case: Case) -> str:
 
 
 def _hint(found: Exercise, cases: list[Case], got: Any) -> str:
-    """A hint, if the result is that of a typical mistake (which, like the learner, had all cases but the
-    last one right)."""
+    """Return a hint, if the result is that of a typical mistake (which, like the learner, had all
+    cases but the last one right)."""
     for mistaken, text in found.mistakes:
         *before, now = (mistaken(*copy.deepcopy(list(case.given.values()))) for case in cases)
         pairs = zip(before, cases, strict=False)
@@ -162,7 +162,7 @@ def _close(got: Any, wanted: float) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether an argument is still what it was."""
+    """Return whether an argument is still what it was."""
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     return callable(one) or one == other
@@ -178,7 +178,8 @@ def _plain(value: Any) -> Any:
 
 
 def shown_value(value: Any) -> str:
-    """A number with at most four decimals, a list of such, a function by what it says of itself."""
+    """Return a number with at most four decimals, a list of such, a function by what it says of
+    itself."""
     if callable(value):
         return str(value.__doc__)
     value = _plain(value)
