@@ -536,7 +536,8 @@ def register_suffix(
         def _shared_mask(fields, number):
             return {"phi_global": number / 1000}
 
-    `change` returns the fields of Scheme that the suffix sets. It is called with the fields that
+    `change` returns the fields of Scheme, other than `name` and `rule`, that the suffix sets. It is
+    called with the fields that
     the family and earlier suffixes have set (a field that is missing has its default) and with the
     suffix's number, or 0 if it has none.
 
@@ -935,9 +936,9 @@ def _as_mask(mask: Tensor, vector_D: Tensor) -> Tensor:
 def random_positions(k: int, dimension: int, *seed: int) -> Tensor:
     """Draw k different positions out of D = `dimension`: int64 (k,), ascending, on the CPU.
 
-    `seed` are whole numbers >= 0. With the same version of numpy, the same numbers
-    always give the same positions, so these need not be sent. Raises ValueError if k is larger than
-    D, and for other numbers that are not allowed.
+    `seed` are whole numbers >= 0. With the same version of numpy, the same numbers always give the
+    same positions, so these need not be sent. Raises ValueError if k is larger than D, and for
+    other numbers that are not allowed.
     """
     dimension = _check_whole("dimension", dimension, 1)
     k = _check_whole("k", k, 0, dimension)
@@ -1617,7 +1618,7 @@ def decode_message(
     data: bytes, wire: Wire, shared_K: Tensor | None = None, sender: int | None = None,
     round: int | None = None, count: int | None = None, mask_tag: int = 0,
 ) -> Message:  # fmt: skip
-    """Decode a message, on the CPU. The result equals the message that was encoded, on the CPU.
+    """Decode a message. The result equals the message that was encoded, moved to the CPU.
 
     `shared_K` (int64, ascending) are the positions of the shared mask; None if a dense message is
     expected. If `sender`, `round` and `count` (the number of own positions) are given, the message
@@ -2251,8 +2252,8 @@ class Known:
         """Close the round with its update (D,), from which the rule chooses the next round's mask.
 
         This must be called after a dense round, too. Raises ValueError for another shape, if no
-        round is open, or if the rule changes the update in place. On a GPU, raises NotFiniteError
-        if it turns out only now that values which were sent are not finite.
+        round is open, or if the rule changes the update in place. Raises what `check_flags` raises,
+        if it turns out only now, on a GPU, that what was sent is not allowed.
         """
         if self.status == CLOSED:
             raise ValueError(f"observe: round {self.round} is not open, allowed: after begin")
@@ -2804,11 +2805,6 @@ class Client:
         """Return the tensors that `keeps` names, without those that are None."""
         return {name: tensor for name, tensor in kept_by(self).items() if tensor is not None}
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for pickling, with a copy of the errors. (They may be a row of the
-        errors of all clients, and pickling a row would store the memory of all.)"""
-        return vars(self) | {"errors_D": None if self.errors_D is None else self.errors_D.clone()}
-
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the tensors that `keeps` names (here, of the errors) and of the message
         in flight, if there is one."""
@@ -3081,7 +3077,7 @@ class Server:
         """Raise ValueError for a state that does not fit this server's downlink, or one in which
         something is missing. `load_state_dict` calls this first."""
         check_state_version("state of Server", state)
-        wanted = dict.fromkeys(("version", "downlink"))
+        wanted = dict.fromkeys(self.state_dict())
         check_same_state("state of Server", dict.fromkeys(state), wanted)
         if (state["downlink"] is None) != (self.downlink is None):
             got, allowed = ("no", "some") if state["downlink"] is None else ("some", "no")
@@ -3436,7 +3432,8 @@ class Compressor:
         `heard` and of the server's message. `chosen` took part."""
         average_up = -(-sum(lengths_up) // max(len(heard), 1))
         bytes_up = sum(map(bytes_of, lengths_up))
-        refused = tuple(n for n in chosen if n not in heard)
+        found = set(heard)
+        refused = tuple(n for n in chosen if n not in found)
         return Traffic(average_up, bits_down, bytes_up, bytes_of(bits_down), heard, refused)
 
     def _chooses_together(self) -> bool:
@@ -3591,9 +3588,17 @@ class Compressor:
         self.server.load_state_dict(state["server"])
         self._is_whole = True
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes for pickling or a deep copy. The clients are without their errors,
+        which are rows of `errors_ND`: with each row, pickle would store the memory of all."""
+        clients = {n: copy.copy(client) for n, client in self.clients.items()}
+        for client in clients.values():
+            client.errors_D = None
+        return vars(self) | {"clients": clients}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the object after pickling or a deep copy. The clients' errors, which have memory
-        of their own there, become rows of `errors_ND` again."""
+        """Restore the object after pickling or a deep copy. The clients' errors become rows of
+        `errors_ND` again."""
         self.__dict__ |= state
         self._use_errors(self.errors_ND)
 
@@ -3785,7 +3790,7 @@ class Federation:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the object after pickling or a deep copy. The optimizer is made anew, because a
         copy of it would be without its hooks. A copy that was made inside `evaluated` is outside of
-        it, with the module's own statistics."""
+        it, with the module's own statistics; its module is still in eval mode."""
         self.__dict__ |= state
         if self._hidden_S is not None:
             self.flat.put_statistics(self._hidden_S)
@@ -4568,7 +4573,7 @@ class FlatView:
         self.norms = _norms(model)
         for name, m in model.named_modules():
             if m in self.norms:
-                _check_norm(f"model: {name}", m)
+                _check_norm(f"model: {name or type(m).__name__}", m)
         self.norm_sizes = [m.num_features for m in self.norms for _ in range(2)]
 
     def views(self, flat_D: Tensor) -> list[Tensor]:
@@ -4693,7 +4698,9 @@ class FlatView:
         return {
             name.replace("_orig_mod.", ""): b.detach()  # a prefix that torch.compile adds
             for name, b in state.items()
-            if isinstance(b, Tensor) and id(b) not in others and not name.endswith("_extra_state")
+            if isinstance(b, Tensor)
+            and id(b) not in others
+            and name.rpartition(".")[2] != "_extra_state"
         }
 
 
@@ -5108,7 +5115,8 @@ def tcs_hook(
     # 1. A dense step. With momentum, the gradient stays in the buffer until the average is there.
     if known.dense:
         done = state.all_reduce(client.accumulated(buffer).to(buffer.dtype).div_(ranks), "dense")
-        return done.then(lambda sums: _dense_average(client, buffer, sums.value()[0], gives_mask))
+        opened = client, buffer, known.round
+        return done.then(lambda sums: _dense_average(*opened, sums.value()[0], gives_mask))
 
     # 2. What this rank sends. If its gradient is not finite, it sends only errors and sets a flag.
     used_L = _used(buffer, known.layer_sizes)
@@ -5169,11 +5177,14 @@ def _check_caller(state: TCSState, bucket: Any, others: tuple[Any, ...]) -> None
 
 
 def _dense_average(
-    client: BucketClient, buffer: Tensor, update_D: Tensor, gives_mask: bool
+    client: BucketClient, buffer: Tensor, round: int, update_D: Tensor, gives_mask: bool
 ) -> Tensor:
-    """Step 1: return the average, in the bucket's buffer. If `gives_mask` and it is finite, it
-    gives the first shared mask. With momentum, the buffer still contains the gradient."""
+    """Step 1: return the average of round `round`, in the bucket's buffer. If `gives_mask` and it
+    is finite, it gives the first shared mask. With momentum, the buffer still contains the
+    gradient."""
     known, before_D = client.known, client.momentum_D
+    if known.round != round:  # `undo` has taken the step back
+        return buffer
     if before_D is not None:
         counts = update_D.sum(dtype=torch.float64).isfinite()  # needs no vector of flags
         torch.where(counts, client.accumulated(buffer), before_D, out=before_D)

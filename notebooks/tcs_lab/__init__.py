@@ -10,7 +10,8 @@
 The first line of a room says what is in it. `from tcs_lab import tables` imports a room, and the names
 that notebooks need most are here, too (`lab.RunConfig`). A name is imported when it is first used.
 
-Where to look, for example: a record is written in `runs/records.py`, and figures 3 to 5 are drawn in `tables/figures.py`.
+Where to look, for example: a record is written in `runs/records.py`, and figures 3 to 5 are drawn in
+`tables/figures.py`.
 
 Above the rooms is the command line, `tcs` or `python -m tcs_lab`: `__main__` reads it, and `commands`
 carries it out. No room imports these two.

@@ -182,8 +182,8 @@ def _add_plans(command: Command) -> None:
         add("plan", metavar="PLAN", nargs="+",
             help="files like params/evidence_plan.yaml; FILE:STAGE names one stage of a file")  # fmt: skip
     queue("--jobs", type=int,
-          help="how many runs are made at once, in so many processes (default: 1). With --minutes, at most so many; "
-               "the plan says whether fewer get more done")  # fmt: skip
+          help="how many runs are made at once, in so many processes (default: 1; with --minutes: what the plan says, "
+               "and at most this number)")  # fmt: skip
     status(
         "--jobs",
         type=int,

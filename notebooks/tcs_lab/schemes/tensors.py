@@ -545,9 +545,9 @@ class TensorServer(Server):
         return super().state_dict() | {"twins": {n: t.state() for n, t in self.twins.items()}}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        super().check_state({key: value for key, value in state.items() if key != "twins"})
-        if not isinstance(state.get("twins"), dict):
-            raise ValueError("state of Server: twins: got none, allowed: a dictionary of states")
+        super().check_state(state)
+        if not isinstance(state["twins"], dict):
+            raise ValueError("state of Server: twins: got no dictionary, allowed: one of states")
         for part in state["twins"].values():
             _check_method_state(part)
 

@@ -61,7 +61,7 @@ class FrontierStage(GPTSettings, Stage):
     `seeds` are trained and tested on test text.
 
     A stage either lists its `schemes`, or it trains the setups that `choose_setups` chooses by the
-    records of an earlier stage, `chosen_from`, among those with this stage's optimizers. `minutes` is
+    records of an earlier stage, `chosen_from`, among those with this stage's one optimizer. `minutes` is
     the time that one training is expected to take if nothing else runs.
     """
 

@@ -124,6 +124,8 @@ class Node(Participant):
             errors_D = (
                 state["client"]["errors_D"] if goes_on else None
             )  # mapped, and copied on write
+        except (PermissionError, MemoryError):
+            raise
         except Exception as error:  # torch and pickle raise many kinds for a damaged file
             what = f"{path}: is not a usable file of a client ({type(error).__name__})"
             raise ValueError(f"{what}; delete it to begin this client anew") from error

@@ -1,6 +1,6 @@
 """The verdicts of notebooks as data: each notebook writes results/verdicts/<notebook>.json.
 
-A notebook that is run with its own parameters replaces its file, if there is one for these parameters.
+A notebook that is run with its own parameters updates its file, if there is one for these parameters.
 (tests/execute_notebooks.py makes the first one.) Sentences about the paper and README read these files;
 nobody reads what a notebook has printed.
 """

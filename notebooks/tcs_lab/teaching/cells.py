@@ -126,8 +126,8 @@ class Statements:
         self.judge(text, word, numbers)
 
     def judge(self, text: str, word: str, numbers: str = "") -> None:
-        """Print and keep a verdict that may come out either way, such as one on the paper. Raises ValueError for
-        any other word than those of verdicts."""
+        """Print and keep a verdict that may come out either way, such as one on the paper. Raises
+        ValueError for any other word than those of verdicts."""
         reject_unknown([word], WORDS, "verdict")
         self.words[text] = word
         print(f"{bold(word)}: {text}" + (f" ({numbers})" if numbers else ""))

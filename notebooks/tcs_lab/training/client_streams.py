@@ -29,8 +29,8 @@ class ClientStreams(LocalTrainer):
     """Train all clients of a round at the same time, on streams of a GPU.
 
     Differences are compressed in the clients' order, on the stream that plays the round. Raises
-    ValueError for a model or settings that `check_plain` refuses. Memory: a model and gradients (D,) per client, and the activations of those
-    that train at a time.
+    ValueError for a model or settings that `check_plain` refuses. Memory: a model and gradients (D,)
+    per client, and the activations of those that train at a time.
     """
 
     def __init__(self, *settings: Any, **more: Any):

@@ -575,19 +575,25 @@ def test_layers_that_are_computed_again_are_averaged_as_by_plain_ddp(tmp_path, r
         assert hooked == pytest.approx(plain, rel=1e-6, abs=1e-7)
 
 
+@pytest.mark.parametrize("step", [0, 1, 4])  # dense, the one that gives the mask, sparse
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}])
-def test_an_average_that_comes_after_undo_changes_nothing(settings, monkeypatch):
+def test_an_average_that_comes_after_undo_changes_nothing(step, settings, monkeypatch):
     """As after an exception in a backward pass, when another rank joins an all-reduce late."""
     alone_in_a_group(monkeypatch)
-    state, late, average = state_of(**settings), [], tcs._average
-    fed(state, gradients_of(4))
+    state, late = state_of(**settings), []
+    fed(state, gradients_of(6)[:step])
     before = state.state_dict() | {"bytes_sent": 0}
+    averages = {"_average": tcs._average, "_dense_average": tcs._dense_average}
     with monkeypatch.context() as patch:
-        patch.setattr(tcs, "_average", lambda *given: late.append(given) or given[0].buffer)
-        fed(state, gradients_of(5)[4:], 4, stop_after=1)
+        for name in averages:
+            noted = lambda *given, name=name: late.append((name, given)) or torch.zeros(1)  # noqa: E731
+            patch.setattr(tcs, name, noted)
+        fed(state, gradients_of(6)[step : step + 1], step, stop_after=1)
     state.undo()
-    average(*late[0])
-    assert len(late) == 1 and same_state(state.state_dict() | {"bytes_sent": 0}, before)
+    ((name, given),) = late
+    averages[name](*given)
+    assert name == ("_average" if step == 4 else "_dense_average")
+    assert same_state(state.state_dict() | {"bytes_sent": 0}, before)
 
 
 @pytest.mark.parametrize("key", ["iter", "rank", "world_size"])
